@@ -1,0 +1,94 @@
+"""Private torch APIs, each with the versions it was read on.
+
+Everything else in the package uses torch's public names only (and ``mesh.py`` its group
+registry).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxboundary.errors import FxBoundaryError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_READ_ON = "read on torch 2.13.0 and 2.14.1"
+
+
+def _need(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise FxBoundaryError(
+            f"torch {torch.__version__} has no {owner.__name__}.{name} ({_READ_ON})"
+        )
+    return getattr(owner, name)
+
+
+_dispatch_modes = _need(torch._C, "_len_torch_dispatch_stack")
+_function_modes = _need(torch._C, "_len_torch_function_stack")
+_functorch_level = _need(torch._C._functorch, "maybe_current_level")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain_eager(x: Any) -> bool:
+    """A plain tensor, and nothing that watches or transforms operations."""
+    return (
+        type(x) in _PLAIN
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _functorch_level() is None
+    )
+
+
+class GroupCalls:
+    """Collectives of one process group through its own methods.
+
+    A fifth of the cost of the functional operators, which make the same calls behind two
+    dispatches and a wait registry. Results are complete (on a device: ordered in its current
+    stream) when a method returns.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        for name in ("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allreduce"):
+            if not hasattr(group, name):
+                raise FxBoundaryError(f"a process group has no {name} ({_READ_ON})")
+        self._group = group
+        self._n = group.size()
+        self._ops = {
+            "sum": dist.ReduceOp.SUM,
+            "avg": dist.ReduceOp.AVG,
+            "max": dist.ReduceOp.MAX,
+            "min": dist.ReduceOp.MIN,
+            "product": dist.ReduceOp.PRODUCT,
+        }
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        if op == "sum":
+            self._group.allreduce([y]).wait()
+        else:
+            self._group.allreduce([y], self._ops[op]).wait()
+        return y
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty((self._n * x.shape[0], *x.shape[1:]))
+        self._group._allgather_base(y, x).wait()
+        return y
+
+    def reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        from torch.distributed import ReduceScatterOptions
+
+        options = ReduceScatterOptions()
+        options.reduceOp = self._ops[op]
+        y = x.new_empty((x.shape[0] // self._n, *x.shape[1:]))
+        self._group._reduce_scatter_base(y, x, options).wait()
+        return y
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        self._group.alltoall_base(y, x, [], []).wait()
+        return y

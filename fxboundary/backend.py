@@ -1,0 +1,149 @@
+"""The ``torch.compile`` backend: find the ports, prepare them, hand over to Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxboundary.errors import ContractError, FxBoundaryError
+from fxboundary.graph.find import Port, clean_path, graph_modules
+from fxboundary.graph.prepare import name_ports, remove_dead_ports
+from fxboundary.graph.render import render
+from fxboundary.patterns import matches
+from fxboundary.placements import near
+from fxboundary.plan import Plan
+from fxboundary.state import BOUND
+
+_LOG = logging.getLogger("fxboundary")
+LOWERINGS = ("auto", "functional")
+
+
+@dataclass(frozen=True)
+class Options:
+    """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far."""
+
+    lowering: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.lowering not in LOWERINGS:
+            raise FxBoundaryError(
+                f"lowering={self.lowering!r}: no such lowering{near(str(self.lowering), LOWERINGS)}; "
+                f"there are {', '.join(LOWERINGS)}"
+            )
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What the backend saw in one captured graph."""
+
+    ports: tuple[Port, ...]
+    text: str
+
+
+class Backend:
+    """A ``torch.compile`` backend; :attr:`graphs` reports each graph it was given."""
+
+    def __init__(self, plan: Plan | None = None, **options: Any) -> None:
+        self._plan, self._options = plan, options
+        _split_options(options)
+        self.graphs: list[GraphReport] = []
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one captured graph; called by Dynamo."""
+        _, inductor = _split_options({**self._options, **(options or {})})
+        if self._plan is not None:
+            _check_applied(gm, self._plan)
+        remove_dead_ports(gm)
+        ports = name_ports(gm)
+        self.graphs.append(GraphReport(tuple(ports), render(gm)))
+        if not ports:
+            _say_no_ports()
+        return _inductor(gm, example_inputs, ports, {**_mode_options(mode), **inductor})
+
+
+def backend(plan: Plan | None = None, **options: Any) -> Backend:
+    """A backend with options of its own: ``torch.compile(model, backend=fb.backend(...))``.
+
+    With a ``plan``, a graph of a model to which that plan was not applied is refused.
+    ``options`` are :class:`Options`' fields, and Inductor's own.
+
+    Raises:
+        FxBoundaryError: an unknown option or value.
+    """
+    return Backend(plan, **options)
+
+
+def fxboundary(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """The registered backend, ``torch.compile(model, backend="fxboundary", options={...})``."""
+    return Backend()(gm, example_inputs, **kwargs)
+
+
+def _split_options(options: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Our options, and those that are Inductor's.
+
+    Raises:
+        FxBoundaryError: a name that neither knows.
+    """
+    own = {name: value for name, value in options.items() if name in Options.__annotations__}
+    rest = {name: value for name, value in options.items() if name not in own}
+    if rest:
+        from torch._inductor import config
+
+        known = [*Options.__annotations__, *config.get_config_copy()]
+        for name in rest:
+            if name.replace("-", "_") not in known:
+                raise FxBoundaryError(
+                    f"option {name!r}: unknown to fxboundary "
+                    f"({', '.join(Options.__annotations__)}) and to Inductor{near(name, known)}"
+                )
+    return Options(**own), {name.replace("-", "_"): value for name, value in rest.items()}
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    # Dynamo hands mode= to a custom backend and applies it to Inductor's own only.
+    if mode is None or mode == "default":
+        return {}
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def _inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], ports: Sequence[Port], patches: dict[str, Any]
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    from fxboundary.graph.verify import VerifyPorts, expected_collectives
+
+    inner = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    patches["post_grad_custom_pre_pass"] = VerifyPorts(expected_collectives(ports), inner)
+    return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[no-any-return]
+
+
+def _check_applied(gm: GraphModule, plan: Plan) -> None:
+    for module in graph_modules(gm):
+        for node in module.graph.nodes:
+            for path, cls in (node.meta.get("nn_module_stack") or {}).values():
+                name = clean_path(path)
+                if any(matches(p, name) for p in plan.contracts) and not hasattr(cls, BOUND):
+                    raise ContractError(
+                        f"{name or '<root>'}: the plan contracts it, but it has no ports: call "
+                        f"fxboundary.apply(model, plan) before compiling"
+                    )
+
+
+@cache
+def _say_no_ports() -> None:
+    _LOG.debug("a graph without ports: compiled as Inductor does (said once)")

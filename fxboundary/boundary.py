@@ -1,0 +1,330 @@
+"""The eager boundary: one operation per port, planned once, run around a module's forward."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+
+from fxboundary.containers import item, replace_at, split_path, with_index, with_item
+from fxboundary.contract import OUTPUT, Contract
+from fxboundary.mesh import register_mesh
+from fxboundary.ops import PortOp
+from fxboundary.placements import Layout, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FxBoundaryWarning(UserWarning):
+    """A declaration that had no effect."""
+
+
+class BoundaryExecutionOp(Protocol):
+    """Changes the layout of a plain local tensor."""
+
+    def __call__(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
+
+
+BoundaryOpLowerer: TypeAlias = Callable[[Layout, Layout], "BoundaryExecutionOp | None"]
+
+
+def collective_type(src: Sequence[Placement], dst: Sequence[Placement]) -> str:
+    """A label for profiles, from the mesh dimensions that differ; it selects nothing."""
+    changes = [(s, d) for s, d in zip(src, dst, strict=True) if s != d]
+    if not changes:
+        return "identity"
+    if any(s.is_partial() for s, _ in changes):
+        if any(d.is_shard() for _, d in changes):
+            return "reduce_scatter"
+        if all(d.is_replicate() for _, d in changes):
+            return "all_reduce"
+    if any(s.is_shard() for s, _ in changes) and all(d.is_replicate() for _, d in changes):
+        return "all_gather"
+    return "redistribute"
+
+
+@dataclass(frozen=True, eq=False)
+class RedistOp:
+    """The redistribution of one named tensor.
+
+    With an ``execution_op`` that runs on the local tensor, else through DTensor; a validation
+    run (``as_dtensor=True``) always goes through DTensor and returns one.
+    ``grad_placements`` is the layout in which the gradient arrives at dst (DTensor path).
+    """
+
+    arg_name: str
+    arg_index: int | None
+    mesh: DeviceMesh
+    src_placements: Layout
+    dst_placements: Layout
+    collective_type: str
+    execution_op: BoundaryExecutionOp | None = None
+    grad_placements: Layout | None = None
+
+    def execute(self, tensor: Any, *, as_dtensor: bool = False) -> Any:
+        """Redistribute a local tensor, or a DTensor in the source layout.
+
+        Returns a local tensor; with ``as_dtensor`` a DTensor. An identity returns a local
+        tensor as the same object.
+        """
+        if self.execution_op is not None and not as_dtensor:
+            return self.execution_op(_local(tensor))
+        if self.collective_type == "identity":
+            return self._wrapped(tensor) if as_dtensor else _local(tensor)
+        moved = self._wrapped(tensor).redistribute(placements=self.dst_placements)
+        return moved if as_dtensor else moved.to_local(grad_placements=self.grad_placements)
+
+    def _wrapped(self, tensor: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor
+        return DTensor.from_local(tensor, self.mesh, self.src_placements, run_check=False)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    if type(tensor) is torch.Tensor:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+class PrecompiledBoundary:
+    """The boundary of one module: every port's operation, ready before the first call.
+
+    ``spec`` is the contract, ``mesh_dim_names`` the names its layouts use. ``signature`` is the
+    forward's (without ``self``); without one, inputs are positional in sorted order of names.
+    ``op_lowerer`` is asked first for every layout change: what it returns runs as it is, and
+    where it returns ``None`` the built-in path runs. ``label`` names the module in ports.
+
+    Raises:
+        ContractError: layouts that do not fit the mesh.
+        UnsupportedTransitionError: a change that has no meaning.
+    """
+
+    def __init__(
+        self,
+        spec: Contract,
+        mesh: DeviceMesh,
+        mesh_dim_names: Sequence[str],
+        *,
+        op_lowerer: BoundaryOpLowerer | None = None,
+        signature: inspect.Signature | None = None,
+        label: str = "",
+    ) -> None:
+        self._spec, self._mesh, self._names = spec, mesh, tuple(mesh_dim_names)
+        self._live = register_mesh(mesh)
+        self._lower, self._label = op_lowerer, label
+        indices = bind_inputs(spec.input_names(), signature)
+        self.in_plan = [self._input(name, indices[name]) for name in spec.input_names()]
+        self.out_plan = [
+            op
+            for name, index in output_indices(spec).items()
+            if (op := self._output(name, index)) is not None
+        ]
+        self._inputs = [
+            (op.arg_index, *indices[op.arg_name].key_and_path, op.execution_op, op)
+            for op in self.in_plan
+        ]
+        self._single = self._single_output()
+
+    def _input(self, name: str, bound: BoundInput) -> RedistOp:
+        layouts = self._spec.input_layouts(name, self._names)
+        sizes = (self._spec.in_sizes or {}).get(name)
+        return self._op(name, bound.index, layouts, f"{self._label}:in.{name}", sizes)
+
+    def _output(self, name: str, index: int) -> RedistOp | None:
+        layouts = self._spec.output_layouts(name, self._names)
+        sizes = (self._spec.out_sizes or {}).get(name)
+        port = f"{self._label}:out" if name == OUTPUT else f"{self._label}:out.{name}"
+        op = self._op(name, index, layouts, port, sizes)
+        identity = op.collective_type == "identity" and op.execution_op is None
+        return None if identity else op
+
+    def _op(
+        self,
+        name: str,
+        index: int | None,
+        layouts: tuple[Layout, Layout, Layout],
+        port: str,
+        sizes: Mapping[int, int] | None,
+    ) -> RedistOp:
+        src, dst, grad = layouts
+        label = collective_type(src, dst)
+        execution: BoundaryExecutionOp | None = None
+        if self._lower is not None and label != "identity":
+            execution = self._lower(src, dst)
+        if execution is None and (label != "identity" or any(g.is_partial() for g in grad)):
+            execution = PortOp(self._live, src, dst, grad, port, sizes)
+        return RedistOp(name, index, self._mesh, src, dst, label, execution, grad)
+
+    def _single_output(self) -> BoundaryExecutionOp | None:
+        """The operation of a module with one output, to be tried before anything general."""
+        if len(self.out_plan) == 1 and self.out_plan[0].arg_index == 0:
+            return self.out_plan[0].execution_op
+        return None
+
+    def redistribute_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, as_dtensor: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in the module's layouts; a keyword goes before a position.
+
+        An argument that is absent or ``None`` is skipped.
+        """
+        changed: list[Any] | None = None
+        for index, key, path, run, op in self._inputs:
+            by_key = key in kwargs
+            if not by_key and (index is None or index >= len(args)):
+                continue
+            value = kwargs[key] if by_key else args[index]  # type: ignore[index]
+            if value is None or (run is None and not as_dtensor and type(value) is torch.Tensor):
+                continue
+            if path:
+                moved = replace_at(
+                    value, path, lambda t, op=op: op.execute(t, as_dtensor=as_dtensor)
+                )
+            elif run is not None and not as_dtensor and type(value) is torch.Tensor:
+                moved = run(value)
+            else:
+                moved = op.execute(value, as_dtensor=as_dtensor)
+            if by_key:
+                kwargs = {**kwargs, key: moved}
+            else:
+                changed = list(args) if changed is None else changed
+                changed[index] = moved  # type: ignore[index]
+        return (tuple(args) if changed is None else tuple(changed)), kwargs  # type: ignore[return-value]
+
+    def redistribute_outputs(self, outputs: Any, *, as_dtensor_input: bool = False) -> Any:
+        """Outputs as the contract lets them leave, in the structure they came in.
+
+        A tensor, a tuple, list, mapping or dataclass; ``None`` is skipped. A declared output
+        that is not there warns and is skipped.
+        """
+        if self._single is not None and type(outputs) is torch.Tensor and not as_dtensor_input:
+            return self._single(outputs)
+        for op in self.out_plan:
+            outputs = self._redistribute_output(op, outputs, as_dtensor_input)
+        return outputs
+
+    def _redistribute_output(self, op: RedistOp, outputs: Any, as_dtensor: bool) -> Any:
+        assert op.arg_index is not None
+        name, path = split_path(op.arg_name)
+
+        def execute(tensor: Any) -> Any:
+            return op.execute(tensor, as_dtensor=as_dtensor)
+
+        if outputs is None:
+            return None
+        if isinstance(outputs, Mapping) or _has_fields(outputs):
+            key = _output_key(outputs, name)
+            if key is None:
+                return self._missing(op, outputs, f"the outputs are {', '.join(map(str, outputs))}")
+            return with_item(outputs, key, replace_at(item(outputs, key), path, execute))
+        if isinstance(outputs, (tuple, list)):
+            if op.arg_index >= len(outputs):
+                return self._missing(op, outputs, f"index {op.arg_index} of {len(outputs)} outputs")
+            value = replace_at(outputs[op.arg_index], path, execute)
+            return with_index(outputs, op.arg_index, value)
+        if op.arg_index > 0:
+            return self._missing(op, outputs, f"index {op.arg_index} of 1 output")
+        return replace_at(outputs, path, execute)
+
+    def _missing(self, op: RedistOp, outputs: Any, found: str) -> Any:
+        warnings.warn(
+            f"{self._label or 'module'}: declared output {op.arg_name!r} is not there ({found}); "
+            f"it is skipped",
+            FxBoundaryWarning,
+            stacklevel=4,
+        )
+        return outputs
+
+
+def _has_fields(value: Any) -> bool:
+    return hasattr(value, "__dataclass_fields__")
+
+
+def _output_key(outputs: Any, name: str) -> str | None:
+    """The key of a named output; the short form's one output is the first."""
+    if _has_fields(outputs) and name in outputs.__dataclass_fields__:
+        return name
+    if isinstance(outputs, Mapping):
+        if name in outputs:
+            return name
+        if name == OUTPUT:
+            return next(iter(outputs), None)
+    return None
+
+
+@dataclass(frozen=True)
+class BoundInput:
+    """Where a call carries an input: a position, a keyword, a way inside the argument."""
+
+    index: int | None
+    keyword: str
+    path: tuple[str, ...] = ()
+
+    @property
+    def key_and_path(self) -> tuple[str, tuple[str, ...]]:
+        return self.keyword, self.path
+
+
+def output_indices(spec: Contract) -> dict[str, int]:
+    """Position of each declared output: from ``out_names``, else the key order of ``out_src``."""
+    names = spec.output_names()
+    if spec.out_names is None:
+        return {name: index for index, name in enumerate(names)}
+    return {name: spec.out_names.get(split_path(name)[0], 0) for name in names}
+
+
+def bind_inputs(names: Sequence[str], signature: inspect.Signature | None) -> dict[str, BoundInput]:
+    """Bind input names to a forward's signature; names that it lacks are left to the caller.
+
+    ``args.0`` is the first of ``*args``, ``kwargs.x`` the keyword ``x`` of ``**kwargs``, and
+    ``batch.ids`` the entry ``ids`` of the argument ``batch``. The one input of a contract whose
+    name is not in the signature is the first parameter.
+    """
+    if signature is None:
+        heads = {name: split_path(name) for name in names}
+        return {n: BoundInput(i, heads[n][0], heads[n][1]) for i, n in enumerate(names)}
+    bound: dict[str, BoundInput] = {}
+    parameters = list(signature.parameters.values())
+    for name in names:
+        head, path = split_path(name)
+        found = _bind(head, path, parameters)
+        if found is None and len(names) == 1 and parameters:
+            found = _bind(parameters[0].name, path or ("0",), parameters[:1])
+            if found is not None and parameters[0].kind in _BY_POSITION:
+                found = BoundInput(0, parameters[0].name, path)
+        if found is not None:
+            bound[name] = found
+    return bound
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _bind(
+    head: str, path: tuple[str, ...], parameters: Sequence[inspect.Parameter]
+) -> BoundInput | None:
+    for index, parameter in enumerate(parameters):
+        if parameter.name != head:
+            continue
+        if parameter.kind in _BY_POSITION:
+            return BoundInput(index, head, path)
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            return BoundInput(None, head, path)
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL and path and path[0].isdigit():
+            return BoundInput(index + int(path[0]), f"*{head}", path[1:])
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and path:
+            return BoundInput(None, path[0], path[1:])
+    return None

@@ -1,0 +1,88 @@
+"""Reading and replacing one tensor inside a module's arguments or outputs.
+
+Replacing never changes a container in place: the caller may still hold it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Path = tuple[str, ...]
+
+
+def split_path(name: str) -> tuple[str, Path]:
+    """``"batch.ids.0"`` → the argument ``batch`` and the way ``("ids", "0")`` inside it."""
+    head, *rest = name.split(".")
+    return head, tuple(rest)
+
+
+def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
+    """``container`` with ``change`` applied at ``path``; ``None`` on the way is left alone.
+
+    Raises:
+        KeyError: a segment that the container lacks.
+    """
+    if container is None:
+        return None
+    if not path:
+        return change(container)
+    key, rest = path[0], path[1:]
+    return with_item(container, key, replace_at(item(container, key), rest, change))
+
+
+def item(container: Any, key: str) -> Any:
+    """The entry ``key`` of a mapping, a sequence or an object with fields."""
+    if isinstance(container, Mapping):
+        if key in container:
+            return container[key]
+        if dataclasses.is_dataclass(container) and hasattr(container, key):
+            return getattr(container, key)  # an unset field of a ModelOutput
+        raise KeyError(key)
+    if isinstance(container, Sequence) and key.isdigit():
+        return container[int(key)]
+    if hasattr(container, key):
+        return getattr(container, key)
+    raise KeyError(key)
+
+
+def with_item(container: Any, key: str, value: Any) -> Any:
+    """A container of the same type whose entry ``key`` is ``value``."""
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        return _with_field(container, key, value)
+    if isinstance(container, Mapping):
+        changed = {**container, key: value}
+        return changed if type(container) is dict else _rebuilt(container, changed)
+    if isinstance(container, Sequence):
+        if key.isdigit():
+            return with_index(container, int(key), value)
+        return container._replace(**{key: value})  # type: ignore[attr-defined]
+    changed = copy.copy(container)
+    setattr(changed, key, value)
+    return changed
+
+
+def with_index(container: Sequence[Any], index: int, value: Any) -> Sequence[Any]:
+    """A tuple, named tuple or list whose entry ``index`` is ``value``."""
+    entries = list(container)
+    entries[index] = value
+    if isinstance(container, list):
+        return entries
+    if hasattr(container, "_fields"):
+        return type(container)(*entries)
+    return tuple(entries)
+
+
+def _with_field(container: Any, key: str, value: Any) -> Any:
+    if isinstance(container, Mapping):  # ModelOutput: its items are its fields that are set
+        return type(container)(**{**container, key: value})
+    return dataclasses.replace(container, **{key: value})
+
+
+def _rebuilt(container: Mapping[str, Any], entries: dict[str, Any]) -> Any:
+    changed = copy.copy(container)
+    for key, value in entries.items():
+        changed[key] = value  # type: ignore[index]
+    return changed

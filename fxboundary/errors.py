@@ -1,0 +1,29 @@
+"""The exceptions of the library: one base, each also a builtin that people already catch."""
+
+
+class FxBoundaryError(Exception):
+    """Base of everything fxboundary raises on purpose."""
+
+
+class ContractError(FxBoundaryError, ValueError):
+    """A contract or a plan that cannot be read, or that does not fit the model or the mesh.
+
+    ``problems`` holds one line per fault: all of them are found before anything is changed.
+    """
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        head = "" if len(self.problems) == 1 else f"{len(self.problems)} problems:\n  "
+        super().__init__(head + "\n  ".join(self.problems))
+
+
+class PlacementMismatchError(FxBoundaryError, ValueError):
+    """A tensor that does not have the layout, the rank or the size that its port declares."""
+
+
+class UnsupportedTransitionError(FxBoundaryError, NotImplementedError):
+    """A change of layout that has no meaning, or a gradient that does not exist."""
+
+
+class RankMismatchError(FxBoundaryError, RuntimeError):
+    """Ranks that disagree, or a rank that is not where the plan needs it."""

@@ -1,0 +1,1 @@
+"""GraphModule → GraphModule: finding, preparing and printing boundaries."""

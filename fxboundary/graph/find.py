@@ -1,0 +1,141 @@
+"""Finding the ports of a graph, those in the subgraphs of higher-order operators included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxboundary.mesh import live_mesh
+from fxboundary.ops import OP
+from fxboundary.placements import normalize_dims, parse_layout
+from fxboundary.transition.program import Transition, plan
+
+_TARGETS = (OP, OP.default)
+_PATH = re.compile(r"^L\['\w+'\]\.?")
+
+
+@dataclass(frozen=True)
+class Port:
+    """One redistribute node: the port it stands for, and what it does there.
+
+    ``name`` is the full name, ``layers.0.mlp:in.x``; shapes are this rank's, and may hold
+    symbols. ``transition`` is ``None`` where the tensor's rank is not known.
+    """
+
+    node: Node
+    graph_module: GraphModule
+    name: str
+    mesh: str
+    transition: Transition | None
+    shape_in: tuple[Any, ...] | None
+    shape_out: tuple[Any, ...] | None
+    dtype: torch.dtype | None
+
+
+def is_port(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _TARGETS
+
+
+def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
+    """The graph and its subgraphs, each once, in the order in which they are first used."""
+    seen: set[int] = set()
+
+    def visit(module: GraphModule) -> Iterator[GraphModule]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield module
+        for node in module.graph.nodes:
+            yield from (found for sub in _subgraphs(module, node) for found in visit(sub))
+
+    return visit(gm)
+
+
+def _subgraphs(gm: GraphModule, node: Node) -> list[GraphModule]:
+    if node.op not in ("get_attr", "call_module"):
+        return []
+    attribute: Any = gm
+    for part in str(node.target).split("."):
+        attribute = getattr(attribute, part, None)
+    return [attribute] if isinstance(attribute, GraphModule) else []
+
+
+def find_ports(gm: GraphModule) -> list[Port]:
+    """All ports, in graph order, subgraph by subgraph."""
+    return [
+        _port(node, module)
+        for module in graph_modules(gm)
+        for node in module.graph.nodes
+        if is_port(node)
+    ]
+
+
+def _port(node: Node, gm: GraphModule) -> Port:
+    x, mesh, src, dst, grad, label = node.args[:6]
+    value, result = _value(x), _value(node)
+    transition = None
+    if value is not None:
+        layouts = (normalize_dims(parse_layout(text), value.dim()) for text in (src, dst, grad))
+        transition = plan(*layouts, live_mesh(mesh).spec)  # type: ignore[arg-type]
+    return Port(
+        node,
+        gm,
+        full_name(str(label), module_path(node)),
+        str(mesh),
+        transition,
+        None if value is None else tuple(value.shape),
+        None if result is None else tuple(result.shape),
+        None if value is None else value.dtype,
+    )
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    meta = getattr(node, "meta", {})
+    value = meta.get("val", meta.get("example_value"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def module_path(node: Node) -> str:
+    """Name of the innermost module whose forward made the node, relative to what is traced."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values()))), "")
+    return clean_path(path)
+
+
+def clean_path(path: str) -> str:
+    """``L['self']._modules['layers'][0].mlp`` → ``layers.0.mlp``.
+
+    >>> clean_path("L['self']._modules['layers'][0].mlp"), clean_path("L['self']")
+    ('layers.0.mlp', '')
+    """
+    path = _PATH.sub("", path).replace("._modules", "").removeprefix("_modules")
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).lstrip(".")
+    return path.removeprefix("_orig_mod").lstrip(".")
+
+
+def full_name(label: str, path: str) -> str:
+    """A port's label with its module's full name, from the stack of the node.
+
+    The stack ends with the module itself, or with the parent that read its parameter.
+
+    >>> full_name("mlp:in.x", "layers.0.mlp"), full_name("out_proj:param.weight", "attn")
+    ('layers.0.mlp:in.x', 'attn.out_proj:param.weight')
+    """
+    module, _, port = label.partition(":")
+    if module == "<root>":
+        return f"{path}:{port}"
+    own = module.removesuffix(".*")
+    parts = path.split(".") if path else []
+    if module.endswith(".*"):
+        within = [i for i, part in enumerate(parts[:-1]) if part == own and parts[i + 1].isdigit()]
+        if within:
+            return f"{'.'.join(parts[: within[-1] + 2])}:{port}"
+        return f"{'.'.join([*parts, module])}:{port}" if parts and parts[-1] != own else label
+    if parts and parts[-1] == own:
+        return f"{path}:{port}"
+    return f"{'.'.join([*parts, own])}:{port}"

@@ -1,0 +1,163 @@
+"""``fxboundary::redistribute``: the operator that stands for a port.
+
+The operator has a composite implementation that calls an autograd function: Dynamo and export
+keep it as one node, AOTAutograd and eager autograd see through it, so plain Inductor and every
+other backend run it too. Its arguments are the same on all ranks, but for ``coordinate``, which
+is given only where a step cuts: torch's caches cover arguments, not the body, and a rank read
+inside would be served to the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fxboundary._torch_internals import is_plain_eager
+from fxboundary.errors import PlacementMismatchError
+from fxboundary.mesh import LiveMesh, live_mesh
+from fxboundary.placements import Layout, layout_text, normalize_dims, parse_layout
+from fxboundary.transition.program import Move, bind, plan, require_gradient
+
+NAME = "fxboundary::redistribute"
+_LIB = torch.library.Library("fxboundary", "DEF")
+_LIB.define(
+    "redistribute(Tensor x, str mesh, str src, str dst, str grad, str port, "
+    "SymInt[] coordinate, str sizes) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, move: Move) -> torch.Tensor:  # type: ignore[override]
+        return _run(x, move)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.move = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return redistribute(gradient, ctx.move.adjoint), None
+
+
+def _run(x: torch.Tensor, move: Move) -> torch.Tensor:
+    return move.run_eager(x) if is_plain_eager(x) else move.run(x)
+
+
+def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
+    """Run a move, differentiably where ``x`` asks for it."""
+    if x.requires_grad and torch.is_grad_enabled():
+        if not move.transition.differentiable:
+            require_gradient(move.transition, move.site.port)
+        return _Redistribute.apply(x, move)  # type: ignore[no-any-return]
+    return _run(x, move)
+
+
+def _implementation(
+    x: torch.Tensor,
+    mesh: str,
+    src: str,
+    dst: str,
+    grad: str,
+    port: str,
+    coordinate: Sequence[Any],
+    sizes: str,
+) -> torch.Tensor:
+    move = _move(live_mesh(mesh), src, dst, grad, port, tuple(coordinate), sizes, x.dim())
+    return redistribute(x, move)
+
+
+_LIB.impl("redistribute", _implementation, "CompositeImplicitAutograd")
+OP = torch.ops.fxboundary.redistribute
+
+
+@lru_cache(maxsize=None)
+def _move(
+    mesh: LiveMesh,
+    src: str,
+    dst: str,
+    grad: str,
+    port: str,
+    coordinate: tuple[int, ...],
+    sizes: str,
+    ndim: int,
+) -> Move:
+    try:
+        s, d, g = (normalize_dims(parse_layout(text), ndim) for text in (src, dst, grad))
+    except PlacementMismatchError as error:
+        raise PlacementMismatchError(f"{port}: {error}") from None
+    return bind(plan(s, d, g, mesh.spec), mesh, port, coordinate, _parse_sizes(sizes, ndim))
+
+
+def sizes_text(sizes: Mapping[int, int]) -> str:
+    """Declared global sizes as text, ``"0:5,-1:50257"``."""
+    return ",".join(f"{dim}:{size}" for dim, size in sorted(sizes.items()))
+
+
+def _parse_sizes(text: str, ndim: int) -> dict[int, int]:
+    pairs = (part.split(":") for part in text.split(",") if part)
+    return {int(dim) % ndim: int(size) for dim, size in pairs}
+
+
+class PortOp:
+    """One port's redistribution, bound to its mesh: tensor in, tensor out.
+
+    Captures record the operator; eager execution skips it and runs the planned move.
+    """
+
+    def __init__(
+        self,
+        mesh: LiveMesh,
+        src: Layout,
+        dst: Layout,
+        grad: Layout,
+        port: str,
+        sizes: Mapping[int, int] | None = None,
+    ) -> None:
+        sizes = sizes or {}
+        needs = bool(sizes) or _cuts(src, dst, grad, mesh)
+        self.port = port
+        self.args = (
+            mesh.name,
+            layout_text(src),
+            layout_text(dst),
+            layout_text(grad),
+            port,
+            list(mesh.coordinate) if needs else [],
+            sizes_text(sizes),
+        )
+        self._mesh = mesh
+        self._moves: dict[int, Move] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not is_plain_eager(x):
+            return OP(x, *self.args)  # type: ignore[no-any-return]
+        move = self._moves.get(x.dim())
+        if move is None:
+            move = self._plan(x.dim())
+        if x.requires_grad and torch.is_grad_enabled():
+            return redistribute(x, move)
+        return move.run_eager(x)
+
+    def _plan(self, ndim: int) -> Move:
+        mesh, src, dst, grad, port, coordinate, sizes = self.args
+        move = _move(self._mesh, src, dst, grad, port, tuple(coordinate), sizes, ndim)
+        self._moves[ndim] = move
+        return move
+
+    def __repr__(self) -> str:
+        return f"PortOp({self.port})"
+
+
+def _cuts(src: Layout, dst: Layout, grad: Layout, mesh: LiveMesh) -> bool:
+    """Whether a step of the transition depends on which rank runs it."""
+    dims = [p.dim for p in (*src, *dst, *grad) if p.is_shard()]  # type: ignore[attr-defined]
+    if any(dim < 0 for dim in dims) and any(dim >= 0 for dim in dims):
+        return True  # which of them are equal, and so the steps, depends on the tensor's rank
+    ndim = max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
+    s, d, g = (normalize_dims(layout, ndim) for layout in (src, dst, grad))
+    return plan(s, d, g, mesh.spec).needs_coordinate

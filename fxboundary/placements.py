@@ -1,0 +1,225 @@
+"""Text ⇄ placement, layouts by mesh-dimension name, and the shapes that a layout gives.
+
+A *placement* is a ``torch.distributed.tensor`` ``Shard``, ``Replicate`` or ``Partial``; a
+*layout* is one placement per mesh dimension, in mesh order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fxboundary.errors import ContractError, PlacementMismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement, Shard
+
+    Layout: TypeAlias = tuple[Placement, ...]
+else:
+    Placement = Layout = tuple  # annotations only: see _torch_types
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+_TEXT = re.compile(r"(s|shard|r|replicate|p|partial)(?:\(([^()]*)\))?")
+
+
+@cache
+def _torch_types() -> Any:
+    # torch.distributed.tensor takes half a second to import: `import fxboundary` must not.
+    import torch.distributed.tensor
+
+    return torch.distributed.tensor
+
+
+def replicate() -> Placement:
+    return _torch_types().Replicate()  # type: ignore[no-any-return]
+
+
+def shard(dim: int) -> Shard:
+    return _torch_types().Shard(dim)  # type: ignore[no-any-return]
+
+
+def partial(op: str = "sum") -> Placement:
+    return _torch_types().Partial(op)  # type: ignore[no-any-return]
+
+
+def parse_placement(text: str | Placement) -> Placement:
+    """Read one placement: ``S(d)``, ``R``, ``P``, ``P(op)`` or the long forms, in any case.
+
+    ``op`` is one of sum, avg, max, min, product. A torch placement is returned as it is.
+
+    Raises:
+        ContractError: the text is none of these forms.
+
+    >>> parse_placement("shard(-1)"), parse_placement(" p ( avg ) ")
+    (Shard(dim=-1), Partial(avg))
+    """
+    if not isinstance(text, str):
+        if isinstance(text, _torch_types().Placement):
+            return text
+        raise ContractError(f"cannot parse {text!r} ({type(text).__name__}): {_forms()}")
+    match = _TEXT.fullmatch(re.sub(r"\s+", "", text).lower())
+    if match is None:
+        raise ContractError(f"cannot parse {text!r}: {_forms()}")
+    kind, argument = match[1][0], match[2]
+    if kind == "r" and argument is None:
+        return replicate()
+    if kind == "s" and argument and re.fullmatch(r"[+-]?\d+", argument):
+        return shard(int(argument))
+    if kind == "p" and (argument or "sum") in REDUCE_OPS and argument != "":
+        return partial(argument or "sum")
+    raise ContractError(f"cannot parse {text!r}: {_forms()}")
+
+
+def _forms() -> str:
+    return f"write S(dim), R, P or P(op) with op one of {', '.join(REDUCE_OPS)}"
+
+
+def placement_text(placement: Placement) -> str:
+    """The short text of a placement; ``parse_placement`` reads it back.
+
+    >>> placement_text(parse_placement("partial(sum)"))
+    'P'
+    """
+    if placement.is_replicate():
+        return "R"
+    if placement.is_shard():
+        return f"S({placement.dim})"  # type: ignore[attr-defined]
+    op = placement.reduce_op  # type: ignore[attr-defined]
+    return "P" if op == "sum" else f"P({op})"
+
+
+def layout_text(layout: Sequence[Placement]) -> str:
+    """A layout as one text, placements in mesh order: ``"R,S(1)"``."""
+    return ",".join(map(placement_text, layout))
+
+
+@cache
+def parse_layout(text: str) -> Layout:
+    """Read what :func:`layout_text` wrote."""
+    return tuple(parse_placement(part) for part in text.split(","))
+
+
+def named_layout_text(layout: Sequence[Placement], names: Sequence[str]) -> str:
+    """A layout for people: the mesh dimensions that are not R, ``"tp: S(1)"``; ``"R"`` if none."""
+    parts = [
+        f"{name}: {placement_text(placement)}"
+        for name, placement in zip(names, layout, strict=True)
+        if not placement.is_replicate()
+    ]
+    return ", ".join(parts) or "R"
+
+
+def resolve_placements(
+    named: Mapping[str, str | Placement] | None, mesh_dim_names: Sequence[str]
+) -> Layout:
+    """One placement per mesh dimension from a layout by name; absent names are ``R``.
+
+    Raises:
+        ContractError: a name that is no mesh dimension (the message lists those that are), or
+            a placement that cannot be read.
+
+    >>> resolve_placements({"tp": "S(1)"}, ("dp", "tp"))
+    (Replicate(), Shard(dim=1))
+    """
+    named = named or {}
+    for name in named:
+        if name not in mesh_dim_names:
+            raise ContractError(unknown_mesh_dim(name, mesh_dim_names))
+    return tuple(parse_placement(named[n]) if n in named else replicate() for n in mesh_dim_names)
+
+
+def unknown_mesh_dim(name: str, mesh_dim_names: Sequence[str]) -> str:
+    return f"no mesh dimension {name!r}; the mesh has {', '.join(mesh_dim_names) or 'none'}" + near(
+        name, mesh_dim_names
+    )
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)`` for a misspelt name, or nothing."""
+    found = get_close_matches(name, known, n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
+def normalize_dims(layout: Layout, ndim: int) -> Layout:
+    """The same layout with every shard dimension in ``range(ndim)``.
+
+    Raises:
+        PlacementMismatchError: a shard dimension that a tensor of ``ndim`` dimensions lacks.
+    """
+    return tuple(_normalize(placement, ndim) for placement in layout)
+
+
+def _normalize(placement: Placement, ndim: int) -> Placement:
+    if not placement.is_shard():
+        return placement
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    if not -ndim <= dim < ndim:
+        raise PlacementMismatchError(
+            f"S({dim}) shards a dimension that a tensor of {ndim} dimensions does not have"
+        )
+    return placement if dim >= 0 else shard(dim + ndim)
+
+
+def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
+    """Start and length of chunk ``index`` of ``n``, cut as ``torch.chunk`` cuts.
+
+    >>> [chunk_bounds(5, 4, i) for i in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-size // n)
+    start = min(step * index, size)
+    return start, min(step, size - start)
+
+
+def local_shape_and_offset(
+    global_shape: Sequence[int],
+    layout: Layout,
+    mesh_sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of one rank's shard, and where it starts in the global tensor, per dimension.
+
+    Several mesh dimensions on one tensor dimension nest from left to right, as in DTensor;
+    uneven sizes follow ``torch.chunk``.
+
+    >>> S = (shard(0), shard(0))
+    >>> [local_shape_and_offset((5, 3), S, (2, 2), (i, j))[0][0] for i in (0, 1) for j in (0, 1)]
+    [2, 1, 1, 1]
+    """
+    shape, offset = list(global_shape), [0] * len(global_shape)
+    for placement, n, index in zip(
+        normalize_dims(layout, len(shape)), mesh_sizes, coordinate, strict=True
+    ):
+        if placement.is_shard():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            start, shape[dim] = chunk_bounds(shape[dim], n, index)
+            offset[dim] += start
+    return tuple(shape), tuple(offset)
+
+
+def local_shape(
+    global_shape: Sequence[int],
+    layout: Layout,
+    mesh_sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[int, ...]:
+    """Shape of one rank's shard; see :func:`local_shape_and_offset`."""
+    return local_shape_and_offset(global_shape, layout, mesh_sizes, coordinate)[0]
+
+
+def global_shape(
+    local: Sequence[int], layout: Layout, mesh_sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Global shape of a tensor whose shards are all of shape ``local`` (even sharding).
+
+    >>> global_shape((2, 8), (replicate(), shard(1)), (2, 4))
+    (2, 32)
+    """
+    shape = list(local)
+    for placement, n in zip(normalize_dims(layout, len(shape)), mesh_sizes, strict=True):
+        if placement.is_shard():
+            shape[placement.dim] *= n  # type: ignore[attr-defined]
+    return tuple(shape)

@@ -1,0 +1,193 @@
+"""Plan: contracts by module-name pattern on one mesh, from Python, YAML or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from fxboundary.contract import Contract
+from fxboundary.errors import ContractError, UnsupportedTransitionError
+from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, parse_mesh, register_mesh
+from fxboundary.patterns import is_pattern, matches
+from fxboundary.placements import Layout, near, normalize_dims, unknown_mesh_dim
+from fxboundary.transition.program import plan as plan_layouts
+
+_LAYOUT_FIELDS = (
+    "in_src",
+    "in_dst",
+    "in_grad",
+    "out_src",
+    "out_dst",
+    "out_grad",
+    "params",
+    "param_grad",
+)
+
+
+class Plan:
+    """Contracts for the modules of a model, by name pattern, on one mesh.
+
+    ``mesh`` is a ``DeviceMesh``, or ``{"dp": 2, "tp": 4}`` for work that needs no processes.
+    Patterns match module names (``*`` one level, ``**`` any depth, ``""`` the model itself);
+    of several that match a module, a later one overrides an earlier one field by field.
+
+    Raises:
+        ContractError: contracts that cannot be read or name unknown mesh dimensions, and
+            transitions without a meaning; all faults together, each with its path.
+    """
+
+    def __init__(
+        self, mesh: MeshLike, contracts: Mapping[str, Contract | Mapping[str, Any]]
+    ) -> None:
+        self.mesh = mesh
+        self.spec: MeshSpec = mesh_spec(mesh)
+        self.live: LiveMesh | None = None
+        self.contracts: dict[str, Contract] = {}
+        problems: list[str] = []
+        for pattern, contract in contracts.items():
+            try:
+                if not isinstance(contract, Contract):
+                    contract = Contract.from_dict(contract)
+                self.contracts[str(pattern)] = contract
+                problems += [f"{_at(pattern)}.{p}" for p in _misfits(contract, self.spec)]
+            except ContractError as error:
+                problems += [f"{_at(pattern)}.{problem}" for problem in error.problems]
+        if problems:
+            raise ContractError(problems)
+        if not isinstance(mesh, (Mapping, MeshSpec)):
+            self.live = register_mesh(mesh)
+
+    @classmethod
+    def from_yaml(cls, path_or_text: str | Path, mesh: MeshLike | None = None) -> Plan:
+        """Read a plan from a YAML or JSON file, or from its text.
+
+        ``mesh`` overrides the file's own ``mesh:`` entry. The schema is in docs/contracts.md.
+
+        Raises:
+            ContractError: with the file's name and the path of each offending key.
+            FileNotFoundError: a path to no file.
+        """
+        import yaml
+
+        source, text = _source(path_or_text)
+        prefix = f"{source}: " if source else ""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ContractError(f"{prefix}not YAML: {error}") from None
+        if not isinstance(data, Mapping) or not isinstance(data.get("modules"), Mapping):
+            raise ContractError(f"{prefix}expected the key 'modules' with contracts by pattern")
+        unknown = [key for key in data if key not in ("mesh", "modules")]
+        if unknown:
+            raise ContractError(
+                f"{prefix}{unknown[0]}: unknown key{near(str(unknown[0]), ('mesh', 'modules'))}; "
+                f"a plan has mesh and modules"
+            )
+        mesh = data.get("mesh") if mesh is None else mesh
+        if mesh is None:
+            raise ContractError(f"{prefix}no mesh: give one, or write 'mesh: {{tp: 2}}'")
+        mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+        try:
+            contracts = {str(key): value or {} for key, value in data["modules"].items()}
+            bad = [key for key, value in contracts.items() if not isinstance(value, Mapping)]
+            if bad:
+                raise ContractError([f"{_at(key)}: expected a contract's fields" for key in bad])
+            return cls(mesh, contracts)
+        except ContractError as error:
+            raise ContractError([f"{prefix}{problem}" for problem in error.problems]) from None
+
+    def to_yaml(self) -> str:
+        """The plan as YAML text that :meth:`from_yaml` reads back."""
+        import yaml
+
+        data = {
+            "mesh": dict(zip(self.spec.names, self.spec.sizes, strict=True)),
+            "modules": {pattern: c.to_dict() for pattern, c in self.contracts.items()},
+        }
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+
+    def match(self, model: nn.Module) -> dict[str, Contract]:
+        """The contract of each module that a pattern matches, by module name.
+
+        Raises:
+            ContractError: a pattern that matches no module; near misses are listed.
+        """
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        matched: dict[str, Contract] = {}
+        problems = []
+        for pattern, contract in self.contracts.items():
+            found = [name for name in names if matches(pattern, name)]
+            if not found:
+                problems.append(f"{_at(pattern)}: matches no module{_near_names(pattern, names)}")
+            for name in found:
+                earlier = matched.get(name)
+                matched[name] = earlier.overridden_by(contract) if earlier else contract
+        if problems:
+            raise ContractError(problems)
+        return {name: matched[name] for name in names if name in matched}
+
+    def __repr__(self) -> str:
+        return f"Plan({self.spec}, {list(self.contracts)})"
+
+
+def _at(pattern: object) -> str:
+    return str(pattern) or '""'
+
+
+def _near_names(pattern: str, names: list[str]) -> str:
+    if not is_pattern(pattern):
+        return near(pattern, names)
+    shape = {".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names if n}
+    return near(pattern, sorted(shape))
+
+
+def _source(path_or_text: str | Path) -> tuple[str, str]:
+    if isinstance(path_or_text, Path) or (
+        "\n" not in path_or_text and path_or_text.endswith((".yaml", ".yml", ".json"))
+    ):
+        return str(path_or_text), Path(path_or_text).read_text()
+    return "", path_or_text
+
+
+def _misfits(contract: Contract, spec: MeshSpec) -> list[str]:
+    """What in a contract does not fit the mesh, or has no meaning, with its path."""
+    problems = []
+    for field in _LAYOUT_FIELDS:
+        for port, layout in (getattr(contract, field) or {}).items():
+            problems += [
+                f"{field}.{port}.{name}: {unknown_mesh_dim(name, spec.names)}"
+                for name in layout
+                if name not in spec.names
+            ]
+    if problems:
+        return problems
+    for side, names, layouts in (
+        ("in_dst", contract.input_names(), contract.input_layouts),
+        ("out_dst", contract.output_names(), contract.output_layouts),
+    ):
+        for name in names:
+            problems += _refusals(f"{side}.{name}", layouts(name, spec.names), spec)
+    declared = (
+        (contract.in_grad, contract.input_names()),
+        (contract.out_grad, contract.output_names()),
+    )
+    for field, (grads, names) in zip(("in_grad", "out_grad"), declared, strict=True):
+        problems += [
+            f"{field}.{name}: the contract has no such port{near(name, names)}"
+            for name in grads or {}
+            if name not in names
+        ]
+    return problems
+
+
+def _refusals(where: str, layouts: tuple[Layout, Layout, Layout], spec: MeshSpec) -> list[str]:
+    dims = [p.dim for layout in layouts for p in layout if p.is_shard()]  # type: ignore[attr-defined]
+    ndim = max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
+    try:
+        plan_layouts(*(normalize_dims(layout, ndim) for layout in layouts), spec)
+    except (ContractError, UnsupportedTransitionError) as error:
+        return [f"{where}: {error}"]
+    return []

@@ -1,0 +1,318 @@
+"""A planned transition: :class:`Move` is what a port runs, :class:`Program` what people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from fxboundary.errors import FxBoundaryError, PlacementMismatchError
+from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, register_mesh
+from fxboundary.placements import (
+    Layout,
+    Placement,
+    layout_text,
+    local_shape,
+    normalize_dims,
+    parse_placement,
+    placement_text,
+    resolve_placements,
+)
+from fxboundary.transition.cost import seconds, step_bytes
+from fxboundary.transition.execution import Calls, Site, eager_calls, functional_calls, run_steps
+from fxboundary.transition.gradient import (
+    adjoint_layout,
+    check_gradient,
+    default_gradient,
+    gradient_factor,
+    is_differentiable,
+)
+from fxboundary.transition.planner import plan_steps
+from fxboundary.transition.steps import NEEDS_COORDINATE, Step
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of layout with its gradient's: the identity of what a port does.
+
+    ``grad`` is the layout in which the gradient arrives at dst; it leaves at src as
+    ``adjoint_layout(src)``. ``forward`` and ``backward`` are the steps of both directions.
+    Shard dimensions are normalised.
+    """
+
+    src: Layout
+    dst: Layout
+    grad: Layout
+    mesh: MeshSpec
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    differentiable: bool
+
+    @cached_property
+    def needs_coordinate(self) -> bool:
+        """Whether a step, forward or backward, depends on which rank runs it."""
+        return any(step.kind in NEEDS_COORDINATE for step in (*self.forward, *self.backward))
+
+    @property
+    def is_identity(self) -> bool:
+        return not self.forward and not self.backward and self.differentiable
+
+    def arrow(self, separator: str = ", ") -> str:
+        """``tp: S(1)→R``: the mesh dimensions that change, forward or backward."""
+        parts = [
+            f"{name}: {placement_text(s)}→{placement_text(d)}"
+            for name, s, d, g in zip(self.mesh.names, self.src, self.dst, self.grad, strict=True)
+            if s != d or g.is_partial()
+        ]
+        return separator.join(parts) or "identity"
+
+    def steps_text(self, steps: Sequence[Step]) -> str:
+        texts = [
+            step.text(self.mesh.names[step.mesh_dim], self.mesh.sizes[step.mesh_dim])
+            for step in steps
+        ]
+        return " → ".join(texts) or "nothing"
+
+
+@cache
+def plan(src: Layout, dst: Layout, grad: Layout | None, mesh: MeshSpec) -> Transition:
+    """Plan both directions of a transition; shard dimensions must be normalised.
+
+    Raises:
+        UnsupportedTransitionError: the change has no meaning.
+        ContractError: the gradient layout does not fit dst.
+    """
+    grad = default_gradient(dst) if grad is None else grad
+    check_gradient(dst, grad, mesh.names)
+    forward = plan_steps(src, dst, mesh.sizes, mesh.names)
+    if not is_differentiable(src, dst):
+        return Transition(src, dst, grad, mesh, forward, (), differentiable=False)
+    backward = plan_steps(grad, adjoint_layout(src), mesh.sizes, mesh.names)
+    factor = gradient_factor(src, dst, mesh.sizes)
+    if factor != 1.0:
+        backward = (*backward, Step("scale", 0, factor=factor))
+    return Transition(src, dst, grad, mesh, forward, backward, differentiable=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A transition bound to a mesh and a port: what runs, forward or backward."""
+
+    transition: Transition
+    site: Site
+    functional: Sequence[Calls]
+    eager: Sequence[Calls]
+    steps: tuple[Step, ...]
+    adjoint_steps: tuple[Step, ...]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Through functional collectives, which every capture understands."""
+        return run_steps(self.steps, x, self.site, self.functional)
+
+    def run_eager(self, x: torch.Tensor) -> torch.Tensor:
+        """Through the process groups; for plain tensors that nothing watches."""
+        return run_steps(self.steps, x, self.site, self.eager)
+
+    @cached_property
+    def adjoint(self) -> Move:
+        """The backward of this move; its own backward is this move again."""
+        return Move(
+            self.transition,
+            self.site,
+            self.functional,
+            self.eager,
+            self.adjoint_steps,
+            self.steps,
+        )
+
+
+def bind(
+    transition: Transition,
+    mesh: LiveMesh,
+    port: str,
+    coordinate: Sequence[int] = (),
+    sizes: Mapping[int, int] | None = None,
+) -> Move:
+    """Bind a transition to the groups of a mesh; ``sizes`` are declared global sizes by dim."""
+    if not mesh.eager:
+        mesh.eager.update(functional=functional_calls(mesh), eager=eager_calls(mesh))
+    site = Site(mesh, tuple(coordinate), dict(sizes or {}), port)
+    return Move(
+        transition,
+        site,
+        mesh.eager["functional"],
+        mesh.eager["eager"],
+        transition.forward,
+        transition.backward,
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps that realise a transition of one tensor on one rank.
+
+    ``shape`` is the global shape. Sizes are in bytes, :attr:`cost` in seconds.
+    """
+
+    src: Layout
+    dst: Layout
+    mesh: MeshSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+    transition: Transition
+    live: LiveMesh | None = None
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives are launched."""
+        return sum(step.is_collective for step in self.steps)
+
+    @cached_property
+    def _traffic(self) -> list[tuple[int, int]]:
+        coordinate = self.live.coordinate if self.live else (0,) * len(self.mesh.sizes)
+        local = local_shape(self.shape, self.src, self.mesh.sizes, coordinate)
+        return list(
+            step_bytes(
+                self.steps, local, self.dtype.itemsize, self.mesh.sizes, coordinate, self.shape
+            )
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank sends (without a live mesh: rank 0), by ring algorithms."""
+        return sum(sent for sent, _ in self._traffic)
+
+    @property
+    def cost(self) -> float:
+        """Seconds, by the latency-bandwidth model of :class:`LinkModel`."""
+        return seconds(self.steps, self._traffic)
+
+    @cached_property
+    def backward(self) -> Program:
+        """The program of the gradient, from the layout it arrives in.
+
+        Raises:
+            UnsupportedTransitionError: the transition has no gradient.
+        """
+        require_gradient(self.transition, "this program")
+        grad, src = self.transition.grad, adjoint_layout(self.src)
+        steps = self.transition.backward
+        reverse = plan(grad, src, None, self.mesh)
+        return Program(grad, src, self.mesh, self.shape, self.dtype, steps, reverse, self.live)
+
+    def run(self, local_tensor: torch.Tensor) -> torch.Tensor:
+        """Change the layout of this rank's tensor; differentiable. All ranks of the mesh join.
+
+        Raises:
+            FxBoundaryError: the program was planned on a static mesh.
+            PlacementMismatchError: the tensor is not this rank's shard of ``shape``.
+        """
+        from fxboundary.ops import redistribute
+
+        if self.live is None:
+            raise FxBoundaryError("planned without processes: plan on a DeviceMesh to run")
+        expected = local_shape(self.shape, self.src, self.mesh.sizes, self.live.coordinate)
+        if tuple(local_tensor.shape) != expected:
+            raise PlacementMismatchError(
+                f"program {self}: expected this rank's shard {expected}, "
+                f"got {tuple(local_tensor.shape)}"
+            )
+        sizes = dict(enumerate(self.shape))
+        move = bind(self.transition, self.live, "program", self.live.coordinate, sizes)
+        return redistribute(local_tensor, move)
+
+    def __str__(self) -> str:
+        steps = self.transition.steps_text(self.steps)
+        return f"{arrow(self.src, self.dst, self.mesh)}: {steps} {bytes_text(self.bytes)}"
+
+
+def require_gradient(transition: Transition, where: str) -> None:
+    """Raise UnsupportedTransitionError where a gradient is asked for that does not exist."""
+    from fxboundary.errors import UnsupportedTransitionError
+
+    if not transition.differentiable:
+        raise UnsupportedTransitionError(
+            f"{where}: {layout_text(transition.src)} → {layout_text(transition.dst)} has no "
+            f"gradient (max, min and product are not differentiable); detach the tensor or "
+            f"use sum or avg"
+        )
+
+
+def arrow(src: Layout, dst: Layout, mesh: MeshSpec) -> str:
+    """``S(1)→R @tp``, mesh dimensions that change only."""
+    parts = [
+        f"{placement_text(s)}→{placement_text(d)} @{name}"
+        for name, s, d in zip(mesh.names, src, dst, strict=True)
+        if s != d
+    ]
+    return ", ".join(parts) or "identity"
+
+
+def bytes_text(count: float) -> str:
+    """``2.0 MiB``.
+
+    >>> bytes_text(512), bytes_text(2 * 1024 * 1024)
+    ('512 B', '2.0 MiB')
+    """
+    if count < 1024:
+        return f"{count:g} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            break
+    return f"{count:.1f} {unit}"
+
+
+LayoutLike = Mapping[str, "str | Placement"] | Sequence["str | Placement"]
+
+
+def resolve_layout(layout: LayoutLike, names: Sequence[str]) -> Layout:
+    """A layout by name, or one placement per mesh dimension, in mesh order.
+
+    Raises:
+        ContractError: another number of placements than mesh dimensions.
+    """
+    from fxboundary.errors import ContractError
+
+    if isinstance(layout, Mapping):
+        return resolve_placements(layout, names)
+    if isinstance(layout, str) or len(layout) != len(names):
+        raise ContractError(
+            f"layout {layout!r}: write one placement per mesh dimension ({', '.join(names)}), "
+            f"or a mapping by name"
+        )
+    return tuple(parse_placement(placement) for placement in layout)
+
+
+def plan_transition(
+    src: LayoutLike,
+    dst: LayoutLike,
+    mesh: MeshLike,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    grad: LayoutLike | None = None,
+) -> Program:
+    """Plan one change of layout of a tensor of global ``shape``.
+
+    ``src``, ``dst`` and ``grad`` (the layout in which the gradient arrives at ``dst``) are
+    ``{"tp": "P"}`` or one placement per mesh dimension. The program of a ``DeviceMesh`` runs;
+    that of ``{"dp": 2, "tp": 4}`` is to be read.
+
+    Raises:
+        ContractError: a layout that does not fit the mesh.
+        PlacementMismatchError: a shard dimension that the shape lacks.
+        UnsupportedTransitionError: a change that has no meaning, as P → P(max).
+
+    >>> print(plan_transition({"tp": "S(1)"}, {}, {"tp": 4}, (64, 1024)))
+    S(1)→R @tp: all_gather(dim=1, tp=4) 192.0 KiB
+    """
+    spec = mesh_spec(mesh)
+    ndim = len(shape)
+    s, d = (normalize_dims(resolve_layout(x, spec.names), ndim) for x in (src, dst))
+    g = None if grad is None else normalize_dims(resolve_layout(grad, spec.names), ndim)
+    transition = plan(s, d, g, spec)
+    live = None if isinstance(mesh, (Mapping, MeshSpec)) else register_mesh(mesh)
+    return Program(s, d, spec, tuple(shape), dtype, transition.forward, transition, live)
