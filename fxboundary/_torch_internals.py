@@ -42,6 +42,15 @@ def is_plain_eager(x: Any) -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Inside ``torch.func``, with no mode that must see operators.
+
+    An autograd function has to be reached above the dispatcher there, not from an operator's
+    composite body.
+    """
+    return _functorch_level() is not None and not _dispatch_modes() and not _function_modes()
+
+
 class GroupCalls:
     """Collectives of one process group through its own methods.
 

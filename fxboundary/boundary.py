@@ -250,7 +250,7 @@ class PrecompiledBoundary:
 
 
 def _has_fields(value: Any) -> bool:
-    return hasattr(value, "__dataclass_fields__")
+    return hasattr(type(value), "__dataclass_fields__")  # a tracer's proxy has every attribute
 
 
 def _output_key(outputs: Any, name: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxboundary._torch_internals import is_plain_eager
+from fxboundary._torch_internals import is_plain_eager, is_transformed
 from fxboundary.errors import PlacementMismatchError
 from fxboundary.mesh import LiveMesh, live_mesh
 from fxboundary.placements import Layout, layout_text, normalize_dims, parse_layout
@@ -134,14 +134,12 @@ class PortOp:
         self._moves: dict[int, Move] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not is_plain_eager(x):
+        if torch.compiler.is_compiling() or not (is_plain_eager(x) or is_transformed()):
             return OP(x, *self.args)  # type: ignore[no-any-return]
         move = self._moves.get(x.dim())
         if move is None:
             move = self._plan(x.dim())
-        if x.requires_grad and torch.is_grad_enabled():
-            return redistribute(x, move)
-        return move.run_eager(x)
+        return redistribute(x, move)
 
     def _plan(self, ndim: int) -> Move:
         mesh, src, dst, grad, port, coordinate, sizes = self.args

@@ -227,7 +227,7 @@ def _check_units(chain: Chain, port: ParamPort, mesh: MeshSpec) -> None:
     unit = _lookup(chain, "param_units")
     if unit is None or not port.is_sharded:
         return
-    for name, n, placement in zip(mesh.names, mesh.sizes, port.stored, strict=True):
+    for name, n, placement in zip(mesh.names, mesh.sizes, port.used, strict=True):
         if not placement.is_shard():
             continue
         for size in port.parts or (port.shape[placement.dim],):  # type: ignore[attr-defined]

@@ -12,11 +12,12 @@ from torch.fx import GraphModule, Node
 
 from fxboundary.mesh import live_mesh
 from fxboundary.ops import OP
-from fxboundary.placements import normalize_dims, parse_layout
+from fxboundary.placements import Layout, normalize_dims, parse_layout
 from fxboundary.transition.program import Transition, plan
 
 _TARGETS = (OP, OP.default)
-_PATH = re.compile(r"^L\['\w+'\]\.?")
+# What a frame calls the module it traces; a forward behind a decorator has it in *args.
+_ROOT = re.compile(r"^L\['(?:args'\]\[0\]|\w+'\])\.?")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Port:
     """One redistribute node: the port it stands for, and what it does there.
 
     ``name`` is the full name, ``layers.0.mlp:in.x``; shapes are this rank's, and may hold
-    symbols. ``transition`` is ``None`` where the tensor's rank is not known.
+    symbols; they are ``None`` in a graph without shapes, as is a ``transition`` whose
+    dimensions are counted from the right.
     """
 
     node: Node
@@ -78,10 +80,12 @@ def find_ports(gm: GraphModule) -> list[Port]:
 def _port(node: Node, gm: GraphModule) -> Port:
     x, mesh, src, dst, grad, label = node.args[:6]
     value, result = _value(x), _value(node)
+    layouts = [parse_layout(str(text)) for text in (src, dst, grad)]
+    ndim = value.dim() if value is not None else _smallest_rank(layouts)
     transition = None
-    if value is not None:
-        layouts = (normalize_dims(parse_layout(text), value.dim()) for text in (src, dst, grad))
-        transition = plan(*layouts, live_mesh(mesh).spec)  # type: ignore[arg-type]
+    if ndim is not None:
+        s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
+        transition = plan(s, d, g, live_mesh(str(mesh)).spec)
     return Port(
         node,
         gm,
@@ -92,6 +96,12 @@ def _port(node: Node, gm: GraphModule) -> Port:
         None if result is None else tuple(result.shape),
         None if value is None else value.dtype,
     )
+
+
+def _smallest_rank(layouts: list[Layout]) -> int | None:
+    """A rank that the layouts fit, where their dimensions are counted from the left."""
+    dims = [p.dim for layout in layouts for p in layout if p.is_shard()]  # type: ignore[attr-defined]
+    return None if any(dim < 0 for dim in dims) else max(dims, default=0) + 1
 
 
 def _value(node: Any) -> torch.Tensor | None:
@@ -113,7 +123,7 @@ def clean_path(path: str) -> str:
     >>> clean_path("L['self']._modules['layers'][0].mlp"), clean_path("L['self']")
     ('layers.0.mlp', '')
     """
-    path = _PATH.sub("", path).replace("._modules", "").removeprefix("_modules")
+    path = _ROOT.sub("", path).replace("._modules", "").removeprefix("_modules")
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).lstrip(".")
     return path.removeprefix("_orig_mod").lstrip(".")
 

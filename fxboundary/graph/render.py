@@ -27,7 +27,8 @@ def render(graph_module: GraphModule) -> str:
 def _paragraph(port: Port, symbols: dict[str, str]) -> str:
     move = port.transition
     if move is None:
-        return f"{port.name}  (shape unknown)"
+        src, dst, grad = port.node.args[2:5]
+        return f"{port.name}  [?]  {src}→{dst}\n    shape unknown  |  grad {grad}"
     names = move.mesh.names
     shapes = f"{_dtype(port)}{_shape(port.shape_in, symbols)} → {_shape(port.shape_out, symbols)}"
     head = f"{port.name}  {shapes}  {move.arrow()}"
@@ -37,6 +38,8 @@ def _paragraph(port: Port, symbols: dict[str, str]) -> str:
 
 
 def _dtype(port: Port) -> str:
+    if port.dtype is None:
+        return ""
     text = str(port.dtype).removeprefix("torch.")
     stem = text.rstrip("0123456789")
     return _DTYPES.get(stem, stem) + text[len(stem) :]
