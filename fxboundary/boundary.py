@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -12,9 +12,10 @@ import torch
 
 from fxboundary.containers import item, replace_at, split_path, with_index, with_item
 from fxboundary.contract import OUTPUT, Contract
+from fxboundary.errors import ContractError, PlacementMismatchError
 from fxboundary.mesh import register_mesh
 from fxboundary.ops import PortOp
-from fxboundary.placements import Layout, Placement
+from fxboundary.placements import Layout, Placement, layout_text, normalize_dims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,9 +74,9 @@ class RedistOp:
         tensor as the same object.
         """
         if self.execution_op is not None and not as_dtensor:
-            return self.execution_op(_local(tensor))
+            return self.execution_op(self._local(tensor))
         if self.collective_type == "identity":
-            return self._wrapped(tensor) if as_dtensor else _local(tensor)
+            return self._wrapped(tensor) if as_dtensor else self._local(tensor)
         moved = self._wrapped(tensor).redistribute(placements=self.dst_placements)
         return moved if as_dtensor else moved.to_local(grad_placements=self.grad_placements)
 
@@ -86,9 +87,16 @@ class RedistOp:
             return tensor
         return DTensor.from_local(tensor, self.mesh, self.src_placements, run_check=False)
 
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
+    def _local(self, tensor: Any) -> Any:
+        if not _is_dtensor(tensor):
+            return tensor
+        src, found = (normalize_dims(x, tensor.dim()) for x in (self.src_placements, tensor.placements))
+        if src != found:
+            raise PlacementMismatchError(
+                f"{self.arg_name}: declared {layout_text(src)}, but a DTensor placed "
+                f"{layout_text(found)} arrived"
+            )
+        return tensor.to_local()
 
 
 def _is_dtensor(tensor: Any) -> bool:
@@ -123,6 +131,8 @@ class PrecompiledBoundary:
         label: str = "",
     ) -> None:
         self._spec, self._mesh, self._names = spec, mesh, tuple(mesh_dim_names)
+        if len(self._names) != mesh.ndim:
+            raise ContractError(f"{mesh.ndim} mesh dimensions, but names {self._names}")
         self._live = register_mesh(mesh)
         self._lower, self._label = op_lowerer, label
         indices = bind_inputs(spec.input_names(), signature)
@@ -225,16 +235,18 @@ class PrecompiledBoundary:
 
         if outputs is None:
             return None
-        if isinstance(outputs, Mapping) or _has_fields(outputs):
-            key = _output_key(outputs, name)
-            if key is None:
-                return self._missing(op, outputs, f"the outputs are {', '.join(map(str, outputs))}")
-            return with_item(outputs, key, replace_at(item(outputs, key), path, execute))
-        if isinstance(outputs, (tuple, list)):
+        keys = _output_keys(outputs)
+        if isinstance(outputs, (tuple, list)) and name not in keys:
             if op.arg_index >= len(outputs):
                 return self._missing(op, outputs, f"index {op.arg_index} of {len(outputs)} outputs")
             value = replace_at(outputs[op.arg_index], path, execute)
             return with_index(outputs, op.arg_index, value)
+        if keys or isinstance(outputs, Mapping):
+            key = keys[0] if name == OUTPUT and keys and name not in keys else name
+            if key not in keys:
+                found = f"the outputs are {', '.join(map(str, keys)) or 'none'}"
+                return self._missing(op, outputs, found)
+            return with_item(outputs, key, replace_at(item(outputs, key), path, execute))
         if op.arg_index > 0:
             return self._missing(op, outputs, f"index {op.arg_index} of 1 output")
         return replace_at(outputs, path, execute)
@@ -249,20 +261,13 @@ class PrecompiledBoundary:
         return outputs
 
 
-def _has_fields(value: Any) -> bool:
-    return hasattr(type(value), "__dataclass_fields__")  # a tracer's proxy has every attribute
-
-
-def _output_key(outputs: Any, name: str) -> str | None:
-    """The key of a named output; the short form's one output is the first."""
-    if _has_fields(outputs) and name in outputs.__dataclass_fields__:
-        return name
+def _output_keys(outputs: Any) -> list[Any]:
+    """Names of the outputs of a mapping, a dataclass or a named tuple, in their order."""
+    # Looked up on the class: a tracer's proxy has every attribute.
+    fields = getattr(type(outputs), "__dataclass_fields__", ())
     if isinstance(outputs, Mapping):
-        if name in outputs:
-            return name
-        if name == OUTPUT:
-            return next(iter(outputs), None)
-    return None
+        return [*outputs, *(name for name in fields if name not in outputs)]
+    return list(fields or getattr(type(outputs), "_fields", ()))
 
 
 @dataclass(frozen=True)
@@ -280,10 +285,15 @@ class BoundInput:
 
 def output_indices(spec: Contract) -> dict[str, int]:
     """Position of each declared output: from ``out_names``, else the key order of ``out_src``."""
-    names = spec.output_names()
-    if spec.out_names is None:
-        return {name: index for index, name in enumerate(names)}
-    return {name: spec.out_names.get(split_path(name)[0], 0) for name in names}
+    heads = {name: split_path(name)[0] for name in spec.output_names()}
+    positions = spec.out_names
+    if positions is None:
+        positions = _positions(heads.values())
+    return {name: positions[head] for name, head in heads.items()}
+
+
+def _positions(heads: Iterable[str]) -> dict[str, int]:
+    return {head: index for index, head in enumerate(dict.fromkeys(heads))}
 
 
 def bind_inputs(names: Sequence[str], signature: inspect.Signature | None) -> dict[str, BoundInput]:
@@ -294,23 +304,30 @@ def bind_inputs(names: Sequence[str], signature: inspect.Signature | None) -> di
     name is not in the signature is the first parameter.
     """
     if signature is None:
-        heads = {name: split_path(name) for name in names}
-        return {n: BoundInput(i, heads[n][0], heads[n][1]) for i, n in enumerate(names)}
+        paths = {name: split_path(name) for name in names}
+        positions = _positions(head for head, _ in paths.values())
+        return {n: BoundInput(positions[head], head, path) for n, (head, path) in paths.items()}
     bound: dict[str, BoundInput] = {}
     parameters = list(signature.parameters.values())
     for name in names:
         head, path = split_path(name)
         found = _bind(head, path, parameters)
-        if found is None and len(names) == 1 and parameters:
-            found = _bind(parameters[0].name, path or ("0",), parameters[:1])
-            if found is not None and parameters[0].kind in _BY_POSITION:
-                found = BoundInput(0, parameters[0].name, path)
+        if found is None and len(names) == 1:
+            found = _bind_first(path, parameters)
         if found is not None:
             bound[name] = found
     return bound
 
 
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def _bind_first(
+    path: tuple[str, ...], parameters: Sequence[inspect.Parameter]
+) -> BoundInput | None:
+    if not parameters or parameters[0].kind is inspect.Parameter.VAR_KEYWORD:
+        return None
+    first = parameters[0]
+    if first.kind is inspect.Parameter.VAR_POSITIONAL:
+        path = ("0", *path)
+    return _bind(first.name, path, parameters[:1])
 
 
 def _bind(
@@ -319,8 +336,10 @@ def _bind(
     for index, parameter in enumerate(parameters):
         if parameter.name != head:
             continue
-        if parameter.kind in _BY_POSITION:
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             return BoundInput(index, head, path)
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            return BoundInput(index, f"{head}/", path)  # a keyword of that name is another's
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             return BoundInput(None, head, path)
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL and path and path[0].isdigit():

@@ -70,8 +70,22 @@ class Contract:
             if value is not None:
                 read = _READERS[field.name]
                 object.__setattr__(self, field.name, read(value, field.name, problems))
+        problems += self._unnamed_outputs()
         if problems:
             raise ContractError(problems)
+
+    def _unnamed_outputs(self) -> list[str]:
+        """Declared outputs whose position ``out_names`` leaves open."""
+        if self.out_names is None:
+            return []
+        known = list(self.out_names)
+        heads = dict.fromkeys(name.split(".")[0] for name in self.output_names())
+        return [
+            f"out_names: does not name the output {name!r}{near(name, known)}; "
+            f"it names {', '.join(known) or 'none'}"
+            for name in heads
+            if name not in known
+        ]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Contract:
@@ -247,7 +261,7 @@ def _names(value: Any, path: str, problems: list[str]) -> dict[str, int]:
         problems.append(f"{path}: expected a list of names or {{name: index}}, found {value!r}")
         return {}
     for name, index in pairs.items():
-        if not isinstance(index, int) or index < 0:
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             problems.append(f"{path}.{name}: {index!r} is not an output's index")
     return pairs
 

@@ -64,6 +64,8 @@ def mesh_spec(mesh: MeshLike) -> MeshSpec:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ContractError(f"mesh.{name}: {size!r} is not a positive size")
         return MeshSpec(tuple(mesh), tuple(mesh.values()))
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ContractError(f"mesh: expected names and sizes, as in tp: 2, found {mesh!r}")
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
     return MeshSpec(tuple(names), tuple(mesh.size(i) for i in range(mesh.ndim)))
 

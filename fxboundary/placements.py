@@ -57,7 +57,7 @@ def parse_placement(text: str | Placement) -> Placement:
     (Shard(dim=-1), Partial(avg))
     """
     if not isinstance(text, str):
-        if isinstance(text, _torch_types().Placement):
+        if _has_text(text):
             return text
         raise ContractError(f"cannot parse {text!r} ({type(text).__name__}): {_forms()}")
     match = _TEXT.fullmatch(re.sub(r"\s+", "", text).lower())
@@ -71,6 +71,13 @@ def parse_placement(text: str | Placement) -> Placement:
     if kind == "p" and (argument or "sum") in REDUCE_OPS and argument != "":
         return partial(argument or "sum")
     raise ContractError(f"cannot parse {text!r}: {_forms()}")
+
+
+def _has_text(value: object) -> bool:
+    """Whether a value is a placement of ours: DTensor's private kinds mean something else."""
+    torch_types = _torch_types()
+    kinds = (torch_types.Shard, torch_types.Replicate, torch_types.Partial)
+    return type(value) in kinds and getattr(value, "reduce_op", "sum") in REDUCE_OPS
 
 
 def _forms() -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.nn as nn
 
-from fxboundary.contract import Contract
+from fxboundary.contract import Contract, layout_pair
 from fxboundary.errors import ContractError, UnsupportedTransitionError
 from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, parse_mesh, register_mesh
 from fxboundary.patterns import is_pattern, matches
 from fxboundary.placements import Layout, near, normalize_dims, unknown_mesh_dim
+from fxboundary.transition.gradient import default_gradient
 from fxboundary.transition.program import plan as plan_layouts
 
 _LAYOUT_FIELDS = (
@@ -75,7 +76,7 @@ class Plan:
         source, text = _source(path_or_text)
         prefix = f"{source}: " if source else ""
         try:
-            data = yaml.safe_load(text)
+            data = yaml.load(text, Loader=_unique_keys(yaml.SafeLoader))
         except yaml.YAMLError as error:
             raise ContractError(f"{prefix}not YAML: {error}") from None
         if not isinstance(data, Mapping) or not isinstance(data.get("modules"), Mapping):
@@ -113,7 +114,8 @@ class Plan:
         """The contract of each module that a pattern matches, by module name.
 
         Raises:
-            ContractError: a pattern that matches no module; near misses are listed.
+            ContractError: a pattern that matches no module (near misses are listed), and
+                contracts that do not fit together where several match.
         """
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         matched: dict[str, Contract] = {}
@@ -124,7 +126,15 @@ class Plan:
                 problems.append(f"{_at(pattern)}: matches no module{_near_names(pattern, names)}")
             for name in found:
                 earlier = matched.get(name)
-                matched[name] = earlier.overridden_by(contract) if earlier else contract
+                try:
+                    matched[name] = earlier.overridden_by(contract) if earlier else contract
+                except ContractError as error:
+                    problems += [f"{name or '<root>'}.{problem}" for problem in error.problems]
+        for name, contract in matched.items():
+            problems += [
+                f"{name or '<root>'}.{problem}"
+                for problem in _misfits(contract, self.spec, merged=True)
+            ]
         if problems:
             raise ContractError(problems)
         return {name: matched[name] for name in names if name in matched}
@@ -144,6 +154,26 @@ def _near_names(pattern: str, names: list[str]) -> str:
     return near(pattern, sorted(shape))
 
 
+def _unique_keys(base: Any) -> Any:
+    """A YAML loader that refuses a key given twice: the first would be lost without a word."""
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key_node.value!r} is given twice",
+                        problem_mark=key_node.start_mark,
+                    )
+                seen.add(key_node.value)
+            return super().construct_mapping(node, deep)
+
+    import yaml
+
+    return Loader
+
+
 def _source(path_or_text: str | Path) -> tuple[str, str]:
     if isinstance(path_or_text, Path) or (
         "\n" not in path_or_text and path_or_text.endswith((".yaml", ".yml", ".json"))
@@ -152,35 +182,42 @@ def _source(path_or_text: str | Path) -> tuple[str, str]:
     return "", path_or_text
 
 
-def _misfits(contract: Contract, spec: MeshSpec) -> list[str]:
-    """What in a contract does not fit the mesh, or has no meaning, with its path."""
-    problems = []
-    for field in _LAYOUT_FIELDS:
-        for port, layout in (getattr(contract, field) or {}).items():
+def _misfits(contract: Contract, spec: MeshSpec, *, merged: bool = False) -> list[str]:
+    """What in a contract does not fit the mesh, or has no meaning, with its path.
+
+    Before contracts of several patterns are merged, one may speak of another's ports.
+    """
+    problems = _unknown_mesh_dims(contract, spec)
+    inputs, outputs = contract.input_names(), contract.output_names()
+    if not problems:
+        for name in inputs:
+            layouts = contract.input_layouts(name, spec.names)
+            problems += _refusals(f"in_dst.{name}", layouts, spec)
+        for name in outputs:
+            layouts = contract.output_layouts(name, spec.names)
+            problems += _refusals(f"out_dst.{name}", layouts, spec)
+        for name, declared in (contract.params or {}).items():
+            stored, used = layout_pair(declared, spec.names)
+            layouts = (stored, used, default_gradient(used))
+            problems += _refusals(f"params.{name}", layouts, spec)
+    for side, names in (("in", inputs), ("out", outputs)):
+        for field in (f"{side}_grad", f"{side}_sizes") if names or merged else ():
             problems += [
-                f"{field}.{port}.{name}: {unknown_mesh_dim(name, spec.names)}"
-                for name in layout
-                if name not in spec.names
+                f"{field}.{name}: the contract has no such port{near(name, names)}"
+                for name in getattr(contract, field) or {}
+                if name not in names
             ]
-    if problems:
-        return problems
-    for side, names, layouts in (
-        ("in_dst", contract.input_names(), contract.input_layouts),
-        ("out_dst", contract.output_names(), contract.output_layouts),
-    ):
-        for name in names:
-            problems += _refusals(f"{side}.{name}", layouts(name, spec.names), spec)
-    declared = (
-        (contract.in_grad, contract.input_names()),
-        (contract.out_grad, contract.output_names()),
-    )
-    for field, (grads, names) in zip(("in_grad", "out_grad"), declared, strict=True):
-        problems += [
-            f"{field}.{name}: the contract has no such port{near(name, names)}"
-            for name in grads or {}
-            if name not in names
-        ]
     return problems
+
+
+def _unknown_mesh_dims(contract: Contract, spec: MeshSpec) -> list[str]:
+    return [
+        f"{field}.{port}.{name}: {unknown_mesh_dim(name, spec.names)}"
+        for field in _LAYOUT_FIELDS
+        for port, layout in (getattr(contract, field) or {}).items()
+        for name in layout
+        if name not in spec.names
+    ]
 
 
 def _refusals(where: str, layouts: tuple[Layout, Layout, Layout], spec: MeshSpec) -> list[str]:

@@ -73,6 +73,13 @@ def _refuse_meaningless(src: Layout, dst: Layout, names: Sequence[str]) -> None:
                 f"{name}: {placement_text(s)} → {placement_text(d)} has no meaning; "
                 f"reduce to R or S(dim) first"
             )
+    for layout in (src, dst):
+        ops = {p.reduce_op for p in layout if p.is_partial()}  # type: ignore[attr-defined]
+        if len(ops) > 1 and not ops <= {"sum", "avg"}:
+            raise UnsupportedTransitionError(
+                f"{named_layout_text(layout, names)}: {' and '.join(sorted(ops))} give another "
+                f"value in another order; reduce one of them first"
+            )
 
 
 def _can_become_partial(src: str, dst: str) -> bool:

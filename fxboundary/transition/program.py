@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -200,7 +200,10 @@ class Program:
         require_gradient(self.transition, "this program")
         grad, src = self.transition.grad, adjoint_layout(self.src)
         steps = self.transition.backward
-        reverse = plan(grad, src, None, self.mesh)
+        # Planned anew for its own gradient's layout; its steps also undo averages.
+        reverse = replace(
+            plan(grad, src, None, self.mesh), forward=steps, backward=self.transition.forward
+        )
         return Program(grad, src, self.mesh, self.shape, self.dtype, steps, reverse, self.live)
 
     def run(self, local_tensor: torch.Tensor) -> torch.Tensor:
