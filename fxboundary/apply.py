@@ -23,7 +23,7 @@ from fxboundary.errors import ContractError
 from fxboundary.mesh import LiveMesh
 from fxboundary.ops import PortOp
 from fxboundary.params import ParamPort, resolve_params
-from fxboundary.placements import near
+from fxboundary.placements import near, shard_dim
 from fxboundary.plan import Plan
 from fxboundary.state import BOUND, change_params, gather_tensor, shard_tensor
 
@@ -185,7 +185,7 @@ def _undeclared_sizes(
         declared = (contract.out_sizes or {}).get(output, {})
         for i, mesh_dim in enumerate(plan.spec.names):
             cut = [f"{o}.{p.name}".lstrip(".") for o, p in uneven if p.used[i].is_shard()]
-            dim = src[i].dim if src[i].is_shard() else None  # type: ignore[attr-defined]
+            dim = shard_dim(src[i])
             if cut and dim is not None and src[i] != dst[i] and dim not in declared:
                 problems.append(
                     f"out_src.{output}.{mesh_dim}: S({dim}) of a module whose {cut[0]} is cut "
@@ -208,7 +208,9 @@ def _install(
         module = model.get_submodule(owner)
         by_module.setdefault(id(module), {})[name] = port
         if port.is_sharded and not local_params:
-            params[id(module._parameters[name])] = (module._parameters[name], port)  # type: ignore
+            param = module._parameters[name]
+            assert param is not None
+            params[id(param)] = (param, port)
     made: dict[Any, type] = {}
     changes: list[tuple[nn.Module, type]] = []
     for name, module in model.named_modules():
@@ -235,7 +237,7 @@ def _label(name: str) -> str:
     return (
         f"{parts[-2]}.*"
         if parts[-1].isdigit() and len(parts) > 1
-        else name and parts[-1] or "<root>"
+        else (name and parts[-1]) or "<root>"
     )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -32,8 +32,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
+            hint = near(str(self.lowering), LOWERINGS)
             raise FxBoundaryError(
-                f"lowering={self.lowering!r}: no such lowering{near(str(self.lowering), LOWERINGS)}; "
+                f"lowering={self.lowering!r}: no such lowering{hint}; "
                 f"there are {', '.join(LOWERINGS)}"
             )
 
@@ -129,7 +130,7 @@ def _inductor(
 
     inner = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = VerifyPorts(expected_collectives(ports), inner)
-    return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[no-any-return]
+    return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
 
 
 def _check_applied(gm: GraphModule, plan: Plan) -> None:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -90,7 +91,9 @@ class RedistOp:
     def _local(self, tensor: Any) -> Any:
         if not _is_dtensor(tensor):
             return tensor
-        src, found = (normalize_dims(x, tensor.dim()) for x in (self.src_placements, tensor.placements))
+        src, found = (
+            normalize_dims(x, tensor.dim()) for x in (self.src_placements, tensor.placements)
+        )
         if src != found:
             raise PlacementMismatchError(
                 f"{self.arg_name}: declared {layout_text(src)}, but a DTensor placed "
@@ -200,9 +203,7 @@ class PrecompiledBoundary:
             if value is None or (run is None and not as_dtensor and type(value) is torch.Tensor):
                 continue
             if path:
-                moved = replace_at(
-                    value, path, lambda t, op=op: op.execute(t, as_dtensor=as_dtensor)
-                )
+                moved = replace_at(value, path, partial(op.execute, as_dtensor=as_dtensor))
             elif run is not None and not as_dtensor and type(value) is torch.Tensor:
                 moved = run(value)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,17 +36,24 @@ def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
 
 def item(container: Any, key: str) -> Any:
     """The entry ``key`` of a mapping, a sequence or an object with fields."""
-    if isinstance(container, Mapping):
-        if key in container:
-            return container[key]
-        if dataclasses.is_dataclass(container) and hasattr(container, key):
-            return getattr(container, key)  # an unset field of a ModelOutput
-        raise KeyError(key)
+    if isinstance(container, Mapping) and key in container:
+        return container[key]
     if isinstance(container, Sequence) and key.isdigit():
         return container[int(key)]
-    if hasattr(container, key):
+    if hasattr(container, key) and (
+        not isinstance(container, _BUILTIN) or _has_field(container, key)
+    ):
         return getattr(container, key)
     raise KeyError(key)
+
+
+_BUILTIN = (dict, list, tuple)  # their methods are no entries
+
+
+def _has_field(container: Any, key: str) -> bool:
+    """A named tuple's field, or one of a ModelOutput, which leaves unset fields out of its items."""
+    named = getattr(container, "_fields", ())
+    return key in named or key in getattr(container, "__dataclass_fields__", ())
 
 
 def with_item(container: Any, key: str, value: Any) -> Any:
@@ -54,6 +62,8 @@ def with_item(container: Any, key: str, value: Any) -> Any:
         return _with_field(container, key, value)
     if isinstance(container, Mapping):
         changed = {**container, key: value}
+        if type(container) is OrderedDict:  # by name: Dynamo cannot call its type otherwise
+            return OrderedDict(changed)
         return changed if type(container) is dict else _rebuilt(container, changed)
     if isinstance(container, Sequence):
         if key.isdigit():
@@ -65,14 +75,14 @@ def with_item(container: Any, key: str, value: Any) -> Any:
 
 
 def with_index(container: Sequence[Any], index: int, value: Any) -> Sequence[Any]:
-    """A tuple, named tuple or list whose entry ``index`` is ``value``."""
+    """A tuple, named tuple or list of the same type whose entry ``index`` is ``value``."""
     entries = list(container)
     entries[index] = value
-    if isinstance(container, list):
+    if type(container) is list:
         return entries
     if hasattr(container, "_fields"):
         return type(container)(*entries)
-    return tuple(entries)
+    return type(container)(entries)  # type: ignore[call-arg]
 
 
 def _with_field(container: Any, key: str, value: Any) -> Any:

@@ -240,6 +240,7 @@ def _params(
 
 
 def _stored_and_used(text: Any) -> tuple[Placement, Placement]:
+    pair: tuple[Any, ...]
     if isinstance(text, tuple) and len(text) == 2:
         pair = text
     elif isinstance(text, str) and ("->" in text or "→" in text):

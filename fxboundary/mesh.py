@@ -63,7 +63,7 @@ def mesh_spec(mesh: MeshLike) -> MeshSpec:
         for name, size in mesh.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ContractError(f"mesh.{name}: {size!r} is not a positive size")
-        return MeshSpec(tuple(mesh), tuple(mesh.values()))
+        return MeshSpec(tuple(map(str, mesh)), tuple(mesh.values()))
     if not hasattr(mesh, "mesh_dim_names"):
         raise ContractError(f"mesh: expected names and sizes, as in tp: 2, found {mesh!r}")
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
@@ -81,6 +81,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         if not name.strip() or not size.strip().isdigit() or int(size) < 1:
             raise ContractError(f"mesh {text!r}: write name=size, as in dp=2,tp=4")
+        if name.strip() in sizes:
+            raise ContractError(f"mesh {text!r}: {name.strip()} is given twice")
         sizes[name.strip()] = int(size)
     return sizes
 
@@ -144,14 +146,16 @@ def _alias_group(name: str, group: ProcessGroup) -> None:
 
     if not hasattr(c10d, "_register_process_group"):
         raise FxBoundaryError("this torch has no group registry (read on 2.13.0 and 2.14.1)")
-    c10d._register_process_group(name, group)
+    register: Any = c10d._register_process_group
+    register(name, group)
 
 
 def _is_alive(entry: LiveMesh) -> bool:
     from torch._C import _distributed_c10d as c10d
 
     try:
-        resolved = c10d._resolve_process_group(entry.group_names[0])
+        resolve: Any = c10d._resolve_process_group
+        resolved = resolve(entry.group_names[0])
     except RuntimeError:
         return False
     return resolved is entry.groups[0]

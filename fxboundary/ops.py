@@ -10,7 +10,7 @@ inside would be served to the other ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ import torch
 from fxboundary._torch_internals import is_plain_eager, is_transformed
 from fxboundary.errors import PlacementMismatchError
 from fxboundary.mesh import LiveMesh, live_mesh
-from fxboundary.placements import Layout, layout_text, normalize_dims, parse_layout
+from fxboundary.placements import (
+    Layout,
+    layout_text,
+    normalize_dims,
+    parse_layout,
+    shard_dims,
+    smallest_rank,
+)
 from fxboundary.transition.program import Move, bind, plan, require_gradient
 
 NAME = "fxboundary::redistribute"
@@ -32,7 +39,7 @@ _LIB.define(
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(x: torch.Tensor, move: Move) -> torch.Tensor:  # type: ignore[override]
+    def forward(x: torch.Tensor, move: Move) -> torch.Tensor:
         return _run(x, move)
 
     @staticmethod
@@ -40,7 +47,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.move = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return redistribute(gradient, ctx.move.adjoint), None
 
 
@@ -75,7 +82,7 @@ _LIB.impl("redistribute", _implementation, "CompositeImplicitAutograd")
 OP = torch.ops.fxboundary.redistribute
 
 
-@lru_cache(maxsize=None)
+@cache
 def _move(
     mesh: LiveMesh,
     src: str,
@@ -142,7 +149,7 @@ class PortOp:
         return redistribute(x, move)
 
     def _plan(self, ndim: int) -> Move:
-        mesh, src, dst, grad, port, coordinate, sizes = self.args
+        _, src, dst, grad, port, coordinate, sizes = self.args
         move = _move(self._mesh, src, dst, grad, port, tuple(coordinate), sizes, ndim)
         self._moves[ndim] = move
         return move
@@ -153,9 +160,9 @@ class PortOp:
 
 def _cuts(src: Layout, dst: Layout, grad: Layout, mesh: LiveMesh) -> bool:
     """Whether a step of the transition depends on which rank runs it."""
-    dims = [p.dim for p in (*src, *dst, *grad) if p.is_shard()]  # type: ignore[attr-defined]
+    dims = shard_dims(src, dst, grad)
     if any(dim < 0 for dim in dims) and any(dim >= 0 for dim in dims):
         return True  # which of them are equal, and so the steps, depends on the tensor's rank
-    ndim = max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
+    ndim = smallest_rank(src, dst, grad)
     s, d, g = (normalize_dims(layout, ndim) for layout in (src, dst, grad))
     return plan(s, d, g, mesh.spec).needs_coordinate

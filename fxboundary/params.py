@@ -22,6 +22,8 @@ from fxboundary.placements import (
     parse_placement,
     placement_text,
     replicate,
+    shard_dim,
+    shard_dims,
 )
 from fxboundary.transition.gradient import adjoint_layout
 from fxboundary.transition.program import plan as plan_layouts
@@ -47,7 +49,7 @@ class ParamPort:
 
     @property
     def shard_dim(self) -> int:
-        return next(p.dim for p in self.stored if p.is_shard())  # type: ignore[attr-defined]
+        return min(shard_dims(self.stored))
 
     @property
     def changes_at_use(self) -> bool:
@@ -70,8 +72,7 @@ class ParamPort:
     def _shards(layout: Layout, mesh: MeshSpec) -> dict[int, int]:
         counts: dict[int, int] = {}
         for placement, n in zip(layout, mesh.sizes, strict=True):
-            if placement.is_shard():
-                dim: int = placement.dim  # type: ignore[attr-defined]
+            if (dim := shard_dim(placement)) is not None:
                 counts[dim] = counts.get(dim, 1) * n
         return counts
 
@@ -161,7 +162,8 @@ def _declared(chain: Chain, ndim: int) -> dict[str, tuple[Placement, Placement]]
 
 
 def _fits(placement: Placement, ndim: int) -> bool:
-    return not placement.is_shard() or -ndim <= placement.dim < ndim  # type: ignore[attr-defined]
+    dim = shard_dim(placement)
+    return dim is None or -ndim <= dim < ndim
 
 
 def _gradient(chain: Chain, used: Layout, stored: Layout, mesh: MeshSpec) -> Layout:
@@ -209,7 +211,7 @@ def _parts(
     chain: Chain, shape: tuple[int, ...], stored: Layout, used: Layout
 ) -> tuple[int, ...] | None:
     stacked = _lookup(chain, "stacked")
-    dims = {p.dim for p in stored if p.is_shard()}  # type: ignore[attr-defined]
+    dims = shard_dims(stored)
     if stacked is None or not dims:
         return None
     if len(dims) > 1 or stored != used:
@@ -228,9 +230,9 @@ def _check_units(chain: Chain, port: ParamPort, mesh: MeshSpec) -> None:
     if unit is None or not port.is_sharded:
         return
     for name, n, placement in zip(mesh.names, mesh.sizes, port.used, strict=True):
-        if not placement.is_shard():
+        if (dim := shard_dim(placement)) is None:
             continue
-        for size in port.parts or (port.shape[placement.dim],):  # type: ignore[attr-defined]
+        for size in port.parts or (port.shape[dim],):
             lengths = [chunk_bounds(size, n, index)[1] for index in range(n)]
             if any(length % unit or not length for length in lengths):
                 raise ContractError(

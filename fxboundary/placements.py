@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fxboundary.errors import ContractError, PlacementMismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement, Shard
+    from torch.distributed.tensor import Placement as Placement
+    from torch.distributed.tensor import Shard
 
     Layout: TypeAlias = tuple[Placement, ...]
 else:
@@ -93,8 +94,8 @@ def placement_text(placement: Placement) -> str:
     if placement.is_replicate():
         return "R"
     if placement.is_shard():
-        return f"S({placement.dim})"  # type: ignore[attr-defined]
-    op = placement.reduce_op  # type: ignore[attr-defined]
+        return f"S({shard_dim(placement)})"
+    op = reduce_op(placement)
     return "P" if op == "sum" else f"P({op})"
 
 
@@ -150,6 +151,26 @@ def near(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
+def shard_dim(placement: Placement) -> int | None:
+    """The tensor dimension that a placement shards; ``None`` where it shards none."""
+    return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
+
+
+def reduce_op(placement: Placement) -> str | None:
+    """The reduction that a partial placement waits for; ``None`` where there is none."""
+    return placement.reduce_op if placement.is_partial() else None  # type: ignore[attr-defined]
+
+
+def shard_dims(*layouts: Layout) -> set[int]:
+    """The tensor dimensions that layouts shard."""
+    return {d for layout in layouts for p in layout if (d := shard_dim(p)) is not None}
+
+
+def smallest_rank(*layouts: Layout) -> int:
+    """The smallest number of dimensions that a tensor of these layouts can have."""
+    return max((dim + 1 if dim >= 0 else -dim for dim in shard_dims(*layouts)), default=0)
+
+
 def normalize_dims(layout: Layout, ndim: int) -> Layout:
     """The same layout with every shard dimension in ``range(ndim)``.
 
@@ -160,9 +181,9 @@ def normalize_dims(layout: Layout, ndim: int) -> Layout:
 
 
 def _normalize(placement: Placement, ndim: int) -> Placement:
-    if not placement.is_shard():
+    dim = shard_dim(placement)
+    if dim is None:
         return placement
-    dim: int = placement.dim  # type: ignore[attr-defined]
     if not -ndim <= dim < ndim:
         raise PlacementMismatchError(
             f"S({dim}) shards a dimension that a tensor of {ndim} dimensions does not have"
@@ -200,8 +221,7 @@ def local_shape_and_offset(
     for placement, n, index in zip(
         normalize_dims(layout, len(shape)), mesh_sizes, coordinate, strict=True
     ):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
+        if (dim := shard_dim(placement)) is not None:
             start, shape[dim] = chunk_bounds(shape[dim], n, index)
             offset[dim] += start
     return tuple(shape), tuple(offset)
@@ -227,6 +247,6 @@ def global_shape(
     """
     shape = list(local)
     for placement, n in zip(normalize_dims(layout, len(shape)), mesh_sizes, strict=True):
-        if placement.is_shard():
-            shape[placement.dim] *= n  # type: ignore[attr-defined]
+        if (dim := shard_dim(placement)) is not None:
+            shape[dim] *= n
     return tuple(shape)

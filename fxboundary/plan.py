@@ -12,7 +12,13 @@ from fxboundary.contract import Contract, layout_pair
 from fxboundary.errors import ContractError, UnsupportedTransitionError
 from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, parse_mesh, register_mesh
 from fxboundary.patterns import is_pattern, matches
-from fxboundary.placements import Layout, near, normalize_dims, unknown_mesh_dim
+from fxboundary.placements import (
+    Layout,
+    near,
+    normalize_dims,
+    smallest_rank,
+    unknown_mesh_dim,
+)
 from fxboundary.transition.gradient import default_gradient
 from fxboundary.transition.program import plan as plan_layouts
 
@@ -90,8 +96,8 @@ class Plan:
         mesh = data.get("mesh") if mesh is None else mesh
         if mesh is None:
             raise ContractError(f"{prefix}no mesh: give one, or write 'mesh: {{tp: 2}}'")
-        mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
         try:
+            mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
             contracts = {str(key): value or {} for key, value in data["modules"].items()}
             bad = [key for key, value in contracts.items() if not isinstance(value, Mapping)]
             if bad:
@@ -157,6 +163,8 @@ def _near_names(pattern: str, names: list[str]) -> str:
 def _unique_keys(base: Any) -> Any:
     """A YAML loader that refuses a key given twice: the first would be lost without a word."""
 
+    import yaml
+
     class Loader(base):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
@@ -168,8 +176,6 @@ def _unique_keys(base: Any) -> Any:
                     )
                 seen.add(key_node.value)
             return super().construct_mapping(node, deep)
-
-    import yaml
 
     return Loader
 
@@ -221,8 +227,7 @@ def _unknown_mesh_dims(contract: Contract, spec: MeshSpec) -> list[str]:
 
 
 def _refusals(where: str, layouts: tuple[Layout, Layout, Layout], spec: MeshSpec) -> list[str]:
-    dims = [p.dim for layout in layouts for p in layout if p.is_shard()]  # type: ignore[attr-defined]
-    ndim = max((dim + 1 if dim >= 0 else -dim for dim in dims), default=0)
+    ndim = smallest_rank(*layouts)
     try:
         plan_layouts(*(normalize_dims(layout, ndim) for layout in layouts), spec)
     except (ContractError, UnsupportedTransitionError) as error:

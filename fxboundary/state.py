@@ -28,7 +28,7 @@ def shard_tensor(full: torch.Tensor, port: ParamPort, mesh: LiveMesh) -> torch.T
 
 
 def _split(full: torch.Tensor, port: ParamPort) -> tuple[torch.Tensor, ...]:
-    return (full,) if port.parts is None else torch.split(full, port.parts, port.shard_dim)
+    return (full,) if port.parts is None else torch.split(full, list(port.parts), port.shard_dim)
 
 
 def _cut(full: torch.Tensor, port: ParamPort, mesh: LiveMesh) -> torch.Tensor:
@@ -80,7 +80,9 @@ def sharded_params(
     """Name, owner, port and mesh of every parameter that is stored sharded."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         record = getattr(type(module), BOUND, None)
-        for port in record.params if record else ():
+        if record is None:
+            continue
+        for port in record.params:
             if port.is_sharded:
                 yield f"{prefix}.{port.name}".lstrip("."), module, port, record.mesh
 

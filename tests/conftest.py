@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch.distributed as dist
+import ranks
 from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def compile_cache() -> Iterator[str]:
-    """One folder for what the ranks compile: identical graphs compile once."""
-    folder = tempfile.mkdtemp(prefix="fxboundary-inductor-")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    """One folder for all that this session compiles, on every rank: equal graphs compile once.
+
+    A ``TORCHINDUCTOR_CACHE_DIR`` that is set already is used and kept.
+    """
+    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="fxboundary-inductor-") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_into_cache(compile_cache: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", compile_cache)
+        yield
 
 
 @pytest.fixture(scope="session")
 def ranks2(compile_cache: str) -> Iterator[Ranks]:
+    """Two gloo ranks, started by the first ``ranks2.run(function, ...)``."""
     pool = Ranks(2, compile_cache)
     yield pool
     pool.close()
@@ -29,21 +42,17 @@ def ranks2(compile_cache: str) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def ranks4(compile_cache: str) -> Iterator[Ranks]:
+    """Four gloo ranks, started by the first ``ranks4.run(function, ...)``."""
     pool = Ranks(4, compile_cache)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def fake_world(compile_cache: str) -> Iterator[Callable[[int], None]]:
-    """``fake_world(4)``: a fake process group of 4 ranks in this process, this one rank 0."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def fake_world() -> Iterator[Callable[..., None]]:
+    """``fake_world(4)``: a fake process group of 4 ranks until the test ends, this one rank 0.
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
-
-    def start(world_size: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    For a group that ends earlier use ``with ranks.fake_world(4):``.
+    """
+    with contextlib.ExitStack() as stack:
+        yield lambda size, rank=0: stack.enter_context(ranks.fake_world(size, rank))

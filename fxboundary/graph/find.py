@@ -12,7 +12,13 @@ from torch.fx import GraphModule, Node
 
 from fxboundary.mesh import live_mesh
 from fxboundary.ops import OP
-from fxboundary.placements import Layout, normalize_dims, parse_layout
+from fxboundary.placements import (
+    Layout,
+    normalize_dims,
+    parse_layout,
+    shard_dims,
+    smallest_rank,
+)
 from fxboundary.transition.program import Transition, plan
 
 _TARGETS = (OP, OP.default)
@@ -81,7 +87,7 @@ def _port(node: Node, gm: GraphModule) -> Port:
     x, mesh, src, dst, grad, label = node.args[:6]
     value, result = _value(x), _value(node)
     layouts = [parse_layout(str(text)) for text in (src, dst, grad)]
-    ndim = value.dim() if value is not None else _smallest_rank(layouts)
+    ndim = value.dim() if value is not None else _rank_without_value(layouts)
     transition = None
     if ndim is not None:
         s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
@@ -98,10 +104,10 @@ def _port(node: Node, gm: GraphModule) -> Port:
     )
 
 
-def _smallest_rank(layouts: list[Layout]) -> int | None:
+def _rank_without_value(layouts: list[Layout]) -> int | None:
     """A rank that the layouts fit, where their dimensions are counted from the left."""
-    dims = [p.dim for layout in layouts for p in layout if p.is_shard()]  # type: ignore[attr-defined]
-    return None if any(dim < 0 for dim in dims) else max(dims, default=0) + 1
+    counted_from_right = any(dim < 0 for dim in shard_dims(*layouts))
+    return None if counted_from_right else smallest_rank(*layouts)
 
 
 def _value(node: Any) -> torch.Tensor | None:

@@ -37,12 +37,14 @@ def step_bytes(
 ) -> Iterator[tuple[int, int]]:
     """Per step: bytes this rank sends, and bytes its result holds. ``shape`` is local.
 
-    ``global_shape`` is needed where shards are uneven; the shards are even without it.
+    ``global_shape`` is needed where shards are uneven (each then travels as large as the
+    largest); the shards are even without it.
     """
     shape = list(shape)
     for step in steps:
         n, index = sizes[step.mesh_dim], coordinate[step.mesh_dim]
-        sent = sent_bytes(step, prod(shape) * itemsize, n)
+        travels = list(shape)
+        cut = step.to_dim if step.kind == "all_to_all" else step.dim
         if step.kind in ("all_gather", "all_to_all", "pad"):
             assert step.dim is not None
             whole = shape[step.dim] * n
@@ -50,12 +52,12 @@ def step_bytes(
                 whole = global_shape[step.dim]
                 for m in step.outer:
                     whole = chunk_bounds(whole, sizes[m], coordinate[m])[1]
-            shape[step.dim] = whole
-        cut = step.to_dim if step.kind == "all_to_all" else step.dim
+            shape[step.dim], travels[step.dim] = whole, -(-whole // n)
         if step.kind in ("slice", "reduce_scatter", "all_to_all"):
             assert cut is not None
+            travels[cut] = -(-shape[cut] // n) * n
             shape[cut] = chunk_bounds(shape[cut], n, index)[1]
-        yield sent, prod(shape) * itemsize
+        yield sent_bytes(step, prod(travels) * itemsize, n), prod(shape) * itemsize
 
 
 def seconds(

@@ -78,7 +78,7 @@ class Site:
 
     def whole(self, step: Step) -> int | None:
         """Size of ``step.dim`` when the step's group has put its shards together, if declared."""
-        if step.dim not in self.sizes:
+        if step.dim is None or step.dim not in self.sizes:
             return None
         size = self.sizes[step.dim]
         for m in step.outer:
@@ -155,7 +155,8 @@ def _pad(step: Step, x: torch.Tensor, site: Site, calls: Calls) -> torch.Tensor:
 
 def _keep_first(step: Step, x: torch.Tensor, site: Site, calls: Calls) -> torch.Tensor:
     if site.coordinate[step.mesh_dim] == 0:
-        return x
+        # A copy: as with the zeros elsewhere, it may be changed in place, and is contiguous.
+        return x.clone(memory_format=torch.contiguous_format)
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxboundary.errors import ContractError
-from fxboundary.placements import Layout, placement_text, replicate
+from fxboundary.placements import Layout, placement_text, reduce_op, replicate
 
 
 def adjoint_layout(layout: Layout) -> Layout:
@@ -42,10 +42,7 @@ def check_gradient(dst: Layout, grad: Layout, names: Sequence[str]) -> None:
 
 def is_differentiable(src: Layout, dst: Layout) -> bool:
     """Whether the transition has a gradient: max, min and product have none."""
-    return all(
-        not p.is_partial() or p.reduce_op in ("sum", "avg")  # type: ignore[attr-defined]
-        for p in (*src, *dst)
-    )
+    return all(reduce_op(p) in (None, "sum", "avg") for p in (*src, *dst))
 
 
 def gradient_factor(src: Layout, dst: Layout, sizes: Sequence[int]) -> float:

@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from fxboundary.errors import UnsupportedTransitionError
-from fxboundary.placements import Layout, named_layout_text, placement_text, replicate
+from fxboundary.placements import (
+    Layout,
+    Placement,
+    named_layout_text,
+    placement_text,
+    reduce_op,
+    replicate,
+    shard_dim,
+)
 from fxboundary.transition.steps import Step
 
 _NOMINAL_BYTES = 1 << 40
@@ -34,7 +42,11 @@ def plan_steps(
         UnsupportedTransitionError: the change has no meaning, as P → P(max).
     """
     _refuse_meaningless(src, dst, names)
-    candidates = [_unique((s, d, replicate())) for s, d in zip(src, dst, strict=True)]
+    # A sum that was left is not entered again: it would be reduced twice.
+    candidates = [
+        _unique((d, replicate()) if s.is_partial() else (s, d, replicate()))
+        for s, d in zip(src, dst, strict=True)
+    ]
     queue: list[tuple[int, int, int, Layout, tuple[Step, ...]]] = [(0, 0, 0, src, ())]
     done: set[Layout] = set()
     pushed = 0
@@ -58,7 +70,7 @@ def plan_steps(
     )
 
 
-def _unique(placements: Sequence[object]) -> tuple:  # type: ignore[type-arg]
+def _unique(placements: Sequence[Placement]) -> Layout:
     return tuple(dict.fromkeys(placements))
 
 
@@ -74,7 +86,7 @@ def _refuse_meaningless(src: Layout, dst: Layout, names: Sequence[str]) -> None:
                 f"reduce to R or S(dim) first"
             )
     for layout in (src, dst):
-        ops = {p.reduce_op for p in layout if p.is_partial()}  # type: ignore[attr-defined]
+        ops = {op for p in layout if (op := reduce_op(p)) is not None}
         if len(ops) > 1 and not ops <= {"sum", "avg"}:
             raise UnsupportedTransitionError(
                 f"{named_layout_text(layout, names)}: {' and '.join(sorted(ops))} give another "
@@ -86,33 +98,32 @@ def _can_become_partial(src: str, dst: str) -> bool:
     return dst in ("P", "P(avg)") and (src[0] in "RS" or src in ("P", "P(avg)"))
 
 
-def _edge(layout: Layout, m: int, target: object, n: int) -> Iterator[tuple[Step, ...]]:
+def _edge(layout: Layout, m: int, target: Placement, n: int) -> Iterator[tuple[Step, ...]]:
     """The steps that put ``target`` on mesh dimension ``m``, if that is a valid single move."""
     source = layout[m]
     if source == target:
         return
-    s, d = placement_text(source), placement_text(target)  # type: ignore[arg-type]
-    a = source.dim if source.is_shard() else None  # type: ignore[attr-defined]
-    b = target.dim if target.is_shard() else None  # type: ignore[attr-defined]
+    s, d = placement_text(source), placement_text(target)
+    a, b = shard_dim(source), shard_dim(target)
     if _sharded_inside(layout, m, a) or _sharded_inside(layout, m, b):
         return
-    outer_a, outer_b = _sharded_outside(layout, m, a), _sharded_outside(layout, m, b)
-    op = source.reduce_op if source.is_partial() else "sum"  # type: ignore[attr-defined]
+    outer = _sharded_outside(layout, m, a)
+    op = reduce_op(source) or "sum"
     match s[0], d[0]:
         case "S", "R":
-            yield (Step("all_gather", m, a, outer=outer_a),)
+            yield (Step("all_gather", m, a, outer=outer),)
         case "S", "S":
-            yield (Step("all_to_all", m, a, b, outer=outer_a, outer_to=outer_b),)
+            yield (Step("all_to_all", m, a, b, outer=outer),)
         case "S", "P":
-            yield (Step("pad", m, a, outer=outer_a), *_average(m, d, n))
+            yield (Step("pad", m, a, outer=outer), *_average(m, d, n))
         case "R", "S":
-            yield (Step("slice", m, b, outer=outer_b),)
+            yield (Step("slice", m, b),)
         case "R", "P":
             yield (Step("keep_first", m),) if d == "P" else ()
         case "P", "R":
             yield (Step("all_reduce", m, op=op),)
         case "P", "S":
-            yield (Step("reduce_scatter", m, b, op=op, outer=outer_b),)
+            yield (Step("reduce_scatter", m, b, op=op),)
         case "P", "P" if {s, d} == {"P", "P(avg)"}:
             yield (Step("scale", m, factor=n if d == "P(avg)" else 1 / n),)
 
@@ -122,15 +133,11 @@ def _average(m: int, dst: str, n: int) -> tuple[Step, ...]:
 
 
 def _sharded_inside(layout: Layout, m: int, dim: int | None) -> bool:
-    return dim is not None and any(_shards(p, dim) for p in layout[m + 1 :])
+    return dim is not None and dim in map(shard_dim, layout[m + 1 :])
 
 
 def _sharded_outside(layout: Layout, m: int, dim: int | None) -> tuple[int, ...]:
-    return () if dim is None else tuple(i for i in range(m) if _shards(layout[i], dim))
-
-
-def _shards(placement: object, dim: int) -> bool:
-    return placement.is_shard() and placement.dim == dim  # type: ignore[attr-defined]
+    return () if dim is None else tuple(i for i in range(m) if shard_dim(layout[i]) == dim)
 
 
 def _weight(step: Step, layout: Layout, sizes: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -262,11 +263,8 @@ def bytes_text(count: float) -> str:
     """
     if count < 1024:
         return f"{count:g} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            break
-    return f"{count:.1f} {unit}"
+    exponent = min(int(math.log(count, 1024)), 3)
+    return f"{count / 1024**exponent:.1f} {('B', 'KiB', 'MiB', 'GiB')[exponent]}"
 
 
 LayoutLike = Mapping[str, "str | Placement"] | Sequence["str | Placement"]

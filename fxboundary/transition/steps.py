@@ -27,10 +27,9 @@ class Step:
     """One step.
 
     ``dim`` is the tensor dimension gathered, scattered, cut or padded (for ``all_to_all`` the
-    one that becomes whole), ``to_dim`` the one an ``all_to_all`` shards. ``outer`` lists the
-    mesh dimensions that shard ``dim`` around this one and stay: with them a declared global
-    size becomes the size that is whole within this step's group; ``outer_to`` does so for
-    ``to_dim``.
+    one that becomes whole), ``to_dim`` the one an ``all_to_all`` shards. Where a step puts
+    shards together, ``outer`` lists the mesh dimensions that shard ``dim`` around this one and
+    stay: with them a declared global size becomes the size that is whole within the group.
     """
 
     kind: Kind
@@ -40,7 +39,6 @@ class Step:
     op: str = "sum"
     factor: float = 1.0
     outer: tuple[int, ...] = ()
-    outer_to: tuple[int, ...] = ()
 
     @property
     def is_collective(self) -> bool:
