@@ -194,7 +194,6 @@ class PrecompiledBoundary:
 
         An argument that is absent or ``None`` is skipped.
         """
-        changed: list[Any] | None = None
         for index, key, path, run, op in self._inputs:
             by_key = key in kwargs
             if not by_key and (index is None or index >= len(args)):
@@ -211,9 +210,8 @@ class PrecompiledBoundary:
             if by_key:
                 kwargs = {**kwargs, key: moved}
             else:
-                changed = list(args) if changed is None else changed
-                changed[index] = moved  # type: ignore[index]
-        return (tuple(args) if changed is None else tuple(changed)), kwargs  # type: ignore[return-value]
+                args = [*args[:index], moved, *args[index + 1 :]]  # type: ignore[operator]
+        return tuple(args), kwargs  # type: ignore[return-value]
 
     def redistribute_outputs(self, outputs: Any, *, as_dtensor_input: bool = False) -> Any:
         """Outputs as the contract lets them leave, in the structure they came in.

@@ -80,6 +80,8 @@ def with_index(container: Sequence[Any], index: int, value: Any) -> Sequence[Any
     entries[index] = value
     if type(container) is list:
         return entries
+    if type(container) is tuple:
+        return tuple(entries)
     if hasattr(container, "_fields"):
         return type(container)(*entries)
     return type(container)(entries)  # type: ignore[call-arg]

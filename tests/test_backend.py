@@ -177,7 +177,7 @@ def test_dynamic_sizes_are_one_graph(fake_world):
         torch._dynamo.mark_dynamic(x, 1)
         assert train(run, x).shape == (batch, length, WIDTH)
     assert names(backend) == [ALL]
-    assert "layers.0.mlp:in.x  f32[s0, s1, 8] → [s0, 4*s1, 8]" in backend.graphs[0].text
+    assert "layers.0.mlp:in.x  f32[s0, s1, 8] -> [s0, 4*s1, 8]" in backend.graphs[0].text
 
 
 CUT = {
@@ -218,7 +218,7 @@ def test_autocast_reaches_the_ports(fake_world):
     with torch.autocast("cpu", torch.bfloat16):
         y = run(torch.randn(1, 2, WIDTH, requires_grad=True))
     y.float().sum().backward()
-    assert "layers.0.mlp:out  bf16[1, 8, 8] → [1, 2, 8]" in backend.graphs[0].text
+    assert "layers.0.mlp:out  bf16[1, 8, 8] -> [1, 2, 8]" in backend.graphs[0].text
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -28,9 +28,7 @@ def test_the_same_mesh_twice_is_one_entry(fake_world):
 def test_a_second_mesh_of_equal_shape_gets_another_name(fake_world):
     fake_world(4)
     first = register_mesh(mesh_of(tp=4))
-    other = init_device_mesh(
-        "cpu", (4,), mesh_dim_names=("tp",), backend_override={"tp": "fake"}
-    )
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",), backend_override={"tp": "fake"})
     assert other.get_group(0) is not first.groups[0]
     second = register_mesh(other)
     assert (first.name, second.name) == ("tp=4", "tp=4#2")

@@ -18,7 +18,7 @@ def render(graph_module: GraphModule) -> str:
     The text is the same on every rank, in every run and torch version: coordinates are left
     out, symbolic sizes are numbered in order of appearance, names are the modules' own.
 
-    Shapes are this rank's. An empty text means that the graph has no ports.
+    It is plain ASCII, for snapshot tools. Shapes are this rank's. An empty text means that the graph has no ports.
     """
     symbols: dict[str, str] = {}
     return "\n".join(_paragraph(port, symbols) for port in find_ports(graph_module))
@@ -28,9 +28,9 @@ def _paragraph(port: Port, symbols: dict[str, str]) -> str:
     move = port.transition
     if move is None:
         src, dst, grad = port.node.args[2:5]
-        return f"{port.name}  [?]  {src}→{dst}\n    shape unknown  |  grad {grad}"
+        return f"{port.name}  [?]  {src}->{dst}\n    shape unknown  |  grad {grad}"
     names = move.mesh.names
-    shapes = f"{_dtype(port)}{_shape(port.shape_in, symbols)} → {_shape(port.shape_out, symbols)}"
+    shapes = f"{_dtype(port)}{_shape(port.shape_in, symbols)} -> {_shape(port.shape_out, symbols)}"
     head = f"{port.name}  {shapes}  {move.arrow()}"
     grad = f"grad {named_layout_text(move.grad, names)}"
     backward = move.steps_text(move.backward) if move.differentiable else "no gradient"

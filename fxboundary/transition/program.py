@@ -61,9 +61,9 @@ class Transition:
         return not self.forward and not self.backward and self.differentiable
 
     def arrow(self, separator: str = ", ") -> str:
-        """``tp: S(1)→R``: the mesh dimensions that change, forward or backward."""
+        """``tp: S(1)->R``: the mesh dimensions that change, forward or backward."""
         parts = [
-            f"{name}: {placement_text(s)}→{placement_text(d)}"
+            f"{name}: {placement_text(s)}->{placement_text(d)}"
             for name, s, d, g in zip(self.mesh.names, self.src, self.dst, self.grad, strict=True)
             if s != d or g.is_partial()
         ]
@@ -74,7 +74,7 @@ class Transition:
             step.text(self.mesh.names[step.mesh_dim], self.mesh.sizes[step.mesh_dim])
             for step in steps
         ]
-        return " → ".join(texts) or "nothing"
+        return ", ".join(texts) or "nothing"
 
 
 @cache

@@ -31,7 +31,7 @@ def backward(src, dst, grad, mesh=None, factor=True):
         ("P", "P", "R", "nothing"),
         ("S(1)", "S(1)", "S(1)", "nothing"),
         ("P(avg)", "R", "R", "scale(0.25)"),
-        ("P(avg)", "S(0)", "S(0)", "all_gather(dim=0, tp=4) → scale(0.25)"),
+        ("P(avg)", "S(0)", "S(0)", "all_gather(dim=0, tp=4), scale(0.25)"),
         ("R", "P(avg)", "R", "scale(4)"),
         ("P", "P(avg)", "R", "scale(4)"),
         ("P(avg)", "P", "R", "scale(0.25)"),

@@ -33,7 +33,7 @@ def steps(src, dst, mesh, grad=None, ndim=3):
         ("R", "P", "keep_first(tp=4)"),
         ("R", "P(avg)", "nothing"),
         ("S(1)", "P", "pad(dim=1, tp=4)"),
-        ("S(1)", "P(avg)", "pad(dim=1, tp=4) → scale(4)"),
+        ("S(1)", "P(avg)", "pad(dim=1, tp=4), scale(4)"),
         ("P", "P(avg)", "scale(4)"),
         ("P(avg)", "P", "scale(0.25)"),
         ("R", "R", "nothing"),
@@ -50,14 +50,13 @@ def test_one_mesh_dimension_takes_one_step(src, dst, text):
     ("src", "dst", "text"),
     [
         # inner shards leave first and enter last
-        (["S(0)", "S(0)"], ["R", "R"], "all_gather(dim=0, tp=4) → all_gather(dim=0, dp=2)"),
-        (["R", "R"], ["S(0)", "S(0)"], "slice(dim=0, dp=2) → slice(dim=0, tp=4)"),
-        (["P", "P"], ["S(0)", "S(0)"], "reduce_scatter(dim=0, dp=2) → "
-         "reduce_scatter(dim=0, tp=4)"),
-        (["R", "S(0)"], ["S(0)", "R"], "all_gather(dim=0, tp=4) → slice(dim=0, dp=2)"),
+        (["S(0)", "S(0)"], ["R", "R"], "all_gather(dim=0, tp=4), all_gather(dim=0, dp=2)"),
+        (["R", "R"], ["S(0)", "S(0)"], "slice(dim=0, dp=2), slice(dim=0, tp=4)"),
+        (["P", "P"], ["S(0)", "S(0)"], "reduce_scatter(dim=0, dp=2), reduce_scatter(dim=0, tp=4)"),
+        (["R", "S(0)"], ["S(0)", "R"], "all_gather(dim=0, tp=4), slice(dim=0, dp=2)"),
         # what shrinks the tensor comes before what moves it
-        (["R", "P"], ["S(1)", "R"], "slice(dim=1, dp=2) → all_reduce(tp=4)"),
-        (["P", "S(1)"], ["S(0)", "R"], "reduce_scatter(dim=0, dp=2) → all_gather(dim=1, tp=4)"),
+        (["R", "P"], ["S(1)", "R"], "slice(dim=1, dp=2), all_reduce(tp=4)"),
+        (["P", "S(1)"], ["S(0)", "R"], "reduce_scatter(dim=0, dp=2), all_gather(dim=1, tp=4)"),
     ],
 )
 def test_two_mesh_dimensions_go_in_an_order_that_nests(src, dst, text):

@@ -58,7 +58,7 @@ def test_text_shows_the_change_the_steps_and_the_bytes():
     text = str(fb.plan_transition({"tp": "S(1)"}, {}, MESH, (64, 1024)))
     assert text == "S(1)→R @tp: all_gather(dim=1, tp=4) 192.0 KiB"
     text = str(fb.plan_transition(["R", "P"], ["S(1)", "R"], MESH, (8, 16)))
-    assert text == "R→S(1) @dp, P→R @tp: slice(dim=1, dp=2) → all_reduce(tp=4) 384 B"
+    assert text == "R→S(1) @dp, P→R @tp: slice(dim=1, dp=2), all_reduce(tp=4) 384 B"
     assert str(fb.plan_transition({}, {}, MESH, (8, 16))) == "identity: nothing 0 B"
 
 
