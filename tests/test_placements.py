@@ -57,8 +57,26 @@ def test_a_torch_placement_is_returned_as_it_is(placement):
 
 @pytest.mark.parametrize(
     "text",
-    "|S|S()|S(x)|S(1|S(1.5)|S(1)(2)|shrd(1)|R()|R(0)|replicated|"
-    "P()|P(mean)|P(0)|Q|S(0) R|S(0)->R|None".split("|"),
+    [
+        "",
+        "S",
+        "S()",
+        "S(x)",
+        "S(1",
+        "S(1.5)",
+        "S(1)(2)",
+        "shrd(1)",
+        "R()",
+        "R(0)",
+        "replicated",
+        "P()",
+        "P(mean)",
+        "P(0)",
+        "Q",
+        "S(0) R",
+        "S(0)->R",
+        "None",
+    ],
 )
 def test_unreadable_text_is_refused_with_the_forms(text):
     with pytest.raises(fb.ContractError) as raised:
