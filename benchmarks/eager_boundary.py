@@ -117,9 +117,11 @@ def show(results: dict[str, dict[str, float]]) -> None:
         table.add_row(f"{name}, with backward", *_row(times["fxboundary grad"], None, peer))
     Console().print(table)
     reduce = results["P -> R"]
-    ratio, faster = reduce["fxboundary"] / reduce["bare"], reduce["dtensor"] / reduce["fxboundary"]
-    print(f"P -> R, no grad: {ratio:.2f} x bare: {verdict(ratio, 1.4, at_most=True)}")
-    print(f"P -> R, no grad: {faster:.1f} x faster than DTensor: {verdict(faster, 6, at_most=False)}")
+    ratio = reduce["fxboundary"] / reduce["bare"]
+    faster = reduce["dtensor"] / reduce["fxboundary"]
+    print("P -> R, no grad:")
+    print(f"  {ratio:.2f} x bare: {verdict(ratio, 1.4, at_most=True)}")
+    print(f"  {faster:.1f} x faster than DTensor: {verdict(faster, 6, at_most=False)}")
 
 
 def _row(ours: float | None, least: float | None, peer: float | None) -> list[str]:

@@ -126,9 +126,7 @@ def without_ports(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def with_parallelize_module(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    gather = PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    )
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for layer in model.layers:  # type: ignore[union-attr]
         parallelize_module(
             layer,  # type: ignore[arg-type]
@@ -246,7 +244,8 @@ def compiled(mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
             if name == "ports":
                 own.append(ours / total)
     medians = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
-    return {"seconds": medians, "pass share": sorted(own)[len(own) // 2], "collectives": collectives}
+    share = sorted(own)[len(own) // 2]
+    return {"seconds": medians, "pass share": share, "collectives": collectives}
 
 
 def show_eager(times: dict[str, float]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fxboundary.errors import FxBoundaryError
 
@@ -29,6 +30,7 @@ def _need(owner: Any, name: str) -> Any:
 _dispatch_modes = _need(torch._C, "_len_torch_dispatch_stack")
 _function_modes = _need(torch._C, "_len_torch_function_stack")
 _functorch_level = _need(torch._C._functorch, "maybe_current_level")
+_need(forward_ad, "_current_level")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -39,16 +41,18 @@ def is_plain_eager(x: Any) -> bool:
         and not _dispatch_modes()
         and not _function_modes()
         and _functorch_level() is None
+        and forward_ad._current_level < 0
     )
 
 
-def is_transformed() -> bool:
-    """Inside ``torch.func``, with no mode that must see operators.
+def in_transform() -> bool:
+    """Inside ``torch.func`` or a forward-mode level, with no mode that must see operators.
 
     An autograd function has to be reached above the dispatcher there, not from an operator's
     composite body.
     """
-    return _functorch_level() is not None and not _dispatch_modes() and not _function_modes()
+    transformed = _functorch_level() is not None or forward_ad._current_level >= 0
+    return transformed and not _dispatch_modes() and not _function_modes()
 
 
 class GroupCalls:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fxboundary.boundary import PrecompiledBoundary, bind_inputs
+from fxboundary.binding import bind_inputs
+from fxboundary.boundary import PrecompiledBoundary
 from fxboundary.contract import Contract
 from fxboundary.errors import ContractError
 from fxboundary.mesh import LiveMesh

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
+from fxboundary.binding import BoundInput, bind_inputs, output_indices
 from fxboundary.containers import item, replace_at, split_path, with_index, with_item
 from fxboundary.contract import OUTPUT, Contract
 from fxboundary.errors import ContractError, PlacementMismatchError
@@ -202,7 +203,7 @@ class PrecompiledBoundary:
             if value is None or (run is None and not as_dtensor and type(value) is torch.Tensor):
                 continue
             if path:
-                moved = replace_at(value, path, partial(op.execute, as_dtensor=as_dtensor))
+                moved = self._execute_at(op, f"in.{op.arg_name}", value, path, as_dtensor)
             elif run is not None and not as_dtensor and type(value) is torch.Tensor:
                 moved = run(value)
             else:
@@ -228,27 +229,49 @@ class PrecompiledBoundary:
     def _redistribute_output(self, op: RedistOp, outputs: Any, as_dtensor: bool) -> Any:
         assert op.arg_index is not None
         name, path = split_path(op.arg_name)
-
-        def execute(tensor: Any) -> Any:
-            return op.execute(tensor, as_dtensor=as_dtensor)
-
+        where = f"out.{op.arg_name}"
         if outputs is None:
             return None
         keys = _output_keys(outputs)
         if isinstance(outputs, (tuple, list)) and name not in keys:
             if op.arg_index >= len(outputs):
                 return self._missing(op, outputs, f"index {op.arg_index} of {len(outputs)} outputs")
-            value = replace_at(outputs[op.arg_index], path, execute)
+            value = outputs[op.arg_index]
+            value = self._execute_at(op, where, value, path, as_dtensor)
             return with_index(outputs, op.arg_index, value)
         if keys or isinstance(outputs, Mapping):
-            key = keys[0] if name == OUTPUT and keys and name not in keys else name
+            key = self._only_key(outputs, keys) if name == OUTPUT and name not in keys else name
             if key not in keys:
                 found = f"the outputs are {', '.join(map(str, keys)) or 'none'}"
                 return self._missing(op, outputs, found)
-            return with_item(outputs, key, replace_at(item(outputs, key), path, execute))
+            value = self._execute_at(op, where, item(outputs, key), path, as_dtensor)
+            return with_item(outputs, key, value)
         if op.arg_index > 0:
             return self._missing(op, outputs, f"index {op.arg_index} of 1 output")
-        return replace_at(outputs, path, execute)
+        return self._execute_at(op, where, outputs, path, as_dtensor)
+
+    def _execute_at(
+        self, op: RedistOp, port: str, value: Any, path: tuple[str, ...], as_dtensor: bool
+    ) -> Any:
+        """Redistribute the tensor at ``path`` inside ``value``."""
+        if not path:
+            return None if value is None else op.execute(value, as_dtensor=as_dtensor)
+        try:
+            return replace_at(value, path, partial(op.execute, as_dtensor=as_dtensor))
+        except (KeyError, IndexError) as error:
+            raise PlacementMismatchError(
+                f"{self._label}:{port}: no entry {'.'.join(path)!r} in a {type(value).__name__}"
+            ) from error
+
+    def _only_key(self, outputs: Any, keys: Sequence[Any]) -> Any:
+        """The key of the one output that the short form means."""
+        present = list(outputs) if isinstance(outputs, Mapping) else keys
+        if len(present) > 1:
+            raise PlacementMismatchError(
+                f"{self._label}:out: the module returns {', '.join(map(str, present))}; name the "
+                f"output: out_dst={{{present[0]!r}: {{...}}}}"
+            )
+        return next(iter(present), None)
 
     def _missing(self, op: RedistOp, outputs: Any, found: str) -> Any:
         warnings.warn(
@@ -267,82 +290,3 @@ def _output_keys(outputs: Any) -> list[Any]:
     if isinstance(outputs, Mapping):
         return [*outputs, *(name for name in fields if name not in outputs)]
     return list(fields or getattr(type(outputs), "_fields", ()))
-
-
-@dataclass(frozen=True)
-class BoundInput:
-    """Where a call carries an input: a position, a keyword, a way inside the argument."""
-
-    index: int | None
-    keyword: str
-    path: tuple[str, ...] = ()
-
-    @property
-    def key_and_path(self) -> tuple[str, tuple[str, ...]]:
-        return self.keyword, self.path
-
-
-def output_indices(spec: Contract) -> dict[str, int]:
-    """Position of each declared output: from ``out_names``, else the key order of ``out_src``."""
-    heads = {name: split_path(name)[0] for name in spec.output_names()}
-    positions = spec.out_names
-    if positions is None:
-        positions = _positions(heads.values())
-    return {name: positions[head] for name, head in heads.items()}
-
-
-def _positions(heads: Iterable[str]) -> dict[str, int]:
-    return {head: index for index, head in enumerate(dict.fromkeys(heads))}
-
-
-def bind_inputs(names: Sequence[str], signature: inspect.Signature | None) -> dict[str, BoundInput]:
-    """Bind input names to a forward's signature; names that it lacks are left to the caller.
-
-    ``args.0`` is the first of ``*args``, ``kwargs.x`` the keyword ``x`` of ``**kwargs``, and
-    ``batch.ids`` the entry ``ids`` of the argument ``batch``. The one input of a contract whose
-    name is not in the signature is the first parameter.
-    """
-    if signature is None:
-        paths = {name: split_path(name) for name in names}
-        positions = _positions(head for head, _ in paths.values())
-        return {n: BoundInput(positions[head], head, path) for n, (head, path) in paths.items()}
-    bound: dict[str, BoundInput] = {}
-    parameters = list(signature.parameters.values())
-    for name in names:
-        head, path = split_path(name)
-        found = _bind(head, path, parameters)
-        if found is None and len(names) == 1:
-            found = _bind_first(path, parameters)
-        if found is not None:
-            bound[name] = found
-    return bound
-
-
-def _bind_first(
-    path: tuple[str, ...], parameters: Sequence[inspect.Parameter]
-) -> BoundInput | None:
-    if not parameters or parameters[0].kind is inspect.Parameter.VAR_KEYWORD:
-        return None
-    first = parameters[0]
-    if first.kind is inspect.Parameter.VAR_POSITIONAL:
-        path = ("0", *path)
-    return _bind(first.name, path, parameters[:1])
-
-
-def _bind(
-    head: str, path: tuple[str, ...], parameters: Sequence[inspect.Parameter]
-) -> BoundInput | None:
-    for index, parameter in enumerate(parameters):
-        if parameter.name != head:
-            continue
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            return BoundInput(index, head, path)
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            return BoundInput(index, f"{head}/", path)  # a keyword of that name is another's
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            return BoundInput(None, head, path)
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL and path and path[0].isdigit():
-            return BoundInput(index + int(path[0]), f"*{head}", path[1:])
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD and path:
-            return BoundInput(None, path[0], path[1:])
-    return None

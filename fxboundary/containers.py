@@ -51,7 +51,7 @@ _BUILTIN = (dict, list, tuple)  # their methods are no entries
 
 
 def _has_field(container: Any, key: str) -> bool:
-    """A named tuple's field, or one of a ModelOutput, which leaves unset fields out of its items."""
+    """A field of a named tuple, or of a ModelOutput, whose items lack those not set."""
     named = getattr(container, "_fields", ())
     return key in named or key in getattr(container, "__dataclass_fields__", ())
 

@@ -47,7 +47,7 @@ def model_rows(plan: Plan, where: str) -> list[Row]:
             if (record := getattr(type(module), BOUND, None)) is not None
         }
         contracted = [name for name, (_, record) in bound.items() if record.contract]
-        rows = []
+        rows: list[Row] = []
         for name, (module, record) in bound.items():
             rows += _port_rows(name, record, plan.spec, seen)
             rows += _param_rows(_enclosing(name, contracted), name, module, record, plan.spec)
@@ -66,9 +66,9 @@ def _make(where: str) -> tuple[nn.Module, Any]:
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
         raise FxBoundaryError(f"--model {where}: {error}") from None
-    with _explained(f"--model {where}: the factory failed on the meta device"):
-        with torch.device("meta"):
-            made = factory()
+    failed = f"--model {where}: the factory failed on the meta device"
+    with _explained(failed), torch.device("meta"):
+        made = factory()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise FxBoundaryError(
@@ -112,9 +112,10 @@ def _run(model: nn.Module, inputs: Any, where: str) -> dict[str, list[Tensors]]:
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if isinstance(inputs, Mapping) else inputs
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    with _explained(f"--model {where}: its forward failed on the meta device"):
-        with torch.no_grad(), fake, _Recorder(model) as recorder:
-            model(*args, **kwargs)
+    recorder = _Recorder(model)
+    failed = f"--model {where}: its forward failed on the meta device"
+    with _explained(failed), torch.no_grad(), fake, recorder:
+        model(*args, **kwargs)
     return recorder.seen
 
 
@@ -140,7 +141,7 @@ class _Recorder(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -119,6 +119,15 @@ def register_mesh(mesh: DeviceMesh) -> LiveMesh:
     return entry
 
 
+def named_spec(name: str) -> MeshSpec:
+    """The static shape that a registered mesh's name tells, in any process.
+
+    >>> str(named_spec("dp=2,tp=4;sum#2"))
+    'dp=2,tp=4'
+    """
+    return mesh_spec(parse_mesh(name.partition("#")[0].partition(";")[0]))
+
+
 def live_mesh(name: str) -> LiveMesh:
     """The registered mesh of that name.
 
@@ -126,7 +135,7 @@ def live_mesh(name: str) -> LiveMesh:
         FxBoundaryError: there is none in this process.
     """
     entry = _REGISTRY.get(name)
-    if entry is None:
+    if entry is None or not _is_alive(entry):
         raise FxBoundaryError(
             f"no mesh {name!r} in this process: build the plan on the mesh first "
             f"(fxboundary.Plan(mesh, ...)); known: {', '.join(_REGISTRY) or 'none'}"

@@ -458,3 +458,27 @@ def test_stacked_parts_that_do_not_fit_are_refused(fake_world, stacked, layout, 
     contract = {"params": {"up.weight": {"tp": layout}}, "stacked": {"up.weight": stacked}}
     with pytest.raises(fb.ContractError, match=message):
         fb.apply(Stack(), plan({"layers.0.mlp": contract}))
+
+
+def test_a_nested_entry_that_is_not_there_names_the_port(fake_world):
+    fake_world(4)
+    model = nn.Sequential(Returns(lambda x: x))
+    contract = {"in_src": {"x.ids": {"tp": "S(0)"}}, "in_dst": {}}
+    fb.apply(model, plan({"0": contract}))
+    with pytest.raises(fb.PlacementMismatchError, match=r"0:in\.x\.ids: no entry 'ids' in a dict"):
+        model({"id": torch.ones(2)})
+
+
+class TakesMask(nn.Module):
+    def forward(self, hidden, attention_mask=None):
+        return hidden
+
+
+def test_the_only_input_is_the_first_parameter_unless_it_is_a_misspelt_other(fake_world):
+    fake_world(4)
+    model = nn.Sequential(TakesMask())
+    cut = {"tp": "S(0)"}
+    (problem,) = refused(model, {"0": {"in_src": {"attention_msk": cut}, "in_dst": {}}})
+    assert "no parameter 'attention_msk' (did you mean 'attention_mask'?)" in problem
+    fb.apply(model, plan({"0": {"in_src": {"x": cut}, "in_dst": {}}}))
+    assert model(torch.ones(2)).shape == (8,)

@@ -383,8 +383,7 @@ def test_a_plan_that_was_not_applied_is_refused(fake_world):
     fake_world(4)
     plan = fb.Plan(mesh_of(tp=4), mlp_contracts(True))
     run = torch.compile(Stack(), backend=fb.backend(plan))
-    with pytest.raises(Exception, match=r"layers\.0\.norm: the plan contracts it, but it has no ports: "
-                       r"call fxboundary\.apply"):  # fmt: skip
+    with pytest.raises(Exception, match=r"layers\.0\.norm: the plan contracts it, but it has no "):
         run(torch.randn(1, 2, WIDTH))
 
 

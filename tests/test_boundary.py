@@ -464,12 +464,16 @@ class TestOutputs:
             assert self.named(mesh).redistribute_outputs(outputs) is outputs
         assert f"(the outputs are {', '.join(outputs)})" in str(caught[0].message)
 
-    @pytest.mark.parametrize(
-        "outputs", [Output(torch.ones(1), 3), {"y": torch.ones(1)}, (torch.ones(1), 2)]
-    )
+    @pytest.mark.parametrize("outputs", [{"y": torch.ones(1)}, (torch.ones(1), 2), [torch.ones(1)]])
     def test_the_short_form_is_the_first_output(self, mesh, outputs):
         b = boundary(mesh, out_src={"tp": "P"}, out_dst={"tp": "R"})
         assert "[11.]" in repr(b.redistribute_outputs(outputs))
+
+    @pytest.mark.parametrize("outputs", [Output(torch.ones(1), 3), {"loss": 1, "y": 2}])
+    def test_the_short_form_does_not_choose_among_names(self, mesh, outputs):
+        b = boundary(mesh, out_src={"tp": "P"}, out_dst={"tp": "R"})
+        with pytest.raises(fb.PlacementMismatchError, match="name the output: out_dst="):
+            b.redistribute_outputs(outputs)
 
     def test_a_way_inside_an_output(self, mesh):
         sides = {"out_src": {"cache.k": {"tp": "P"}}, "out_dst": {"cache.k": {}}}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import mesh_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxboundary as fb
@@ -155,3 +156,33 @@ def asynchronous_input():
 
 def test_an_asynchronous_tensor_is_waited_for(ranks2):
     assert ranks2.run(asynchronous_input) == [[[2.0, 2.0], [2.0, 2.0]]] * 2
+
+
+def forward_mode():
+    op = port("P", "R", tp=2)
+    value = torch.full((2,), 1.0 + torch.distributed.get_rank())
+    _, from_func = torch.func.jvp(op, (value,), (10 * value,))
+    with forward_ad.dual_level():
+        from_dual = forward_ad.unpack_dual(op(forward_ad.make_dual(value, 10 * value))).tangent
+    return from_func.tolist(), from_dual.tolist()
+
+
+def test_forward_mode_derivatives_are_redistributed_too(ranks2):
+    assert ranks2.run(forward_mode) == [([30.0, 30.0], [30.0, 30.0])] * 2
+
+
+def test_vmap_over_a_port_is_refused_and_not_left_unreduced(fake_world):
+    fake_world(4)
+    with pytest.raises(RuntimeError, match="does not have vmap support"):
+        torch.func.vmap(port("P", "R"))(torch.ones(3, 2))
+
+
+def complex_values():
+    x = torch.complex(torch.ones(2), torch.tensor([0.0, 1.0 + torch.distributed.get_rank()]))
+    reduced, gathered = port("P", "R", tp=2)(x), port("S(0)", "R", tp=2)(x.conj())
+    return reduced.tolist(), gathered.tolist()
+
+
+def test_complex_tensors_travel_as_pairs(ranks2):
+    expected = ([2 + 0j, 2 + 3j], [1 + 0j, 1 - 1j, 1 + 0j, 1 - 2j])
+    assert ranks2.run(complex_values) == [expected] * 2

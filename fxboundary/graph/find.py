@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxboundary.mesh import live_mesh
+from fxboundary.mesh import named_spec
 from fxboundary.ops import OP
 from fxboundary.placements import (
     Layout,
@@ -91,7 +91,7 @@ def _port(node: Node, gm: GraphModule) -> Port:
     transition = None
     if ndim is not None:
         s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
-        transition = plan(s, d, g, live_mesh(str(mesh)).spec)
+        transition = plan(s, d, g, named_spec(str(mesh)))
     return Port(
         node,
         gm,

@@ -18,7 +18,8 @@ def render(graph_module: GraphModule) -> str:
     The text is the same on every rank, in every run and torch version: coordinates are left
     out, symbolic sizes are numbered in order of appearance, names are the modules' own.
 
-    It is plain ASCII, for snapshot tools. Shapes are this rank's. An empty text means that the graph has no ports.
+    It is plain ASCII, for snapshot tools. Shapes are this rank's. An empty text means that the
+    graph has no ports.
     """
     symbols: dict[str, str] = {}
     return "\n".join(_paragraph(port, symbols) for port in find_ports(graph_module))

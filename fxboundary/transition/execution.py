@@ -90,9 +90,23 @@ def run_steps(
     steps: Sequence[Step], x: torch.Tensor, site: Site, calls: Sequence[Calls]
 ) -> torch.Tensor:
     """Run a program; ``x`` itself comes back where there is nothing to do."""
+    if steps and x.is_complex():
+        return _run_complex(steps, x, site, calls)
     for step in steps:
         x = _RUN[step.kind](step, x, site, calls[step.mesh_dim])
     return x
+
+
+def _run_complex(
+    steps: Sequence[Step], x: torch.Tensor, site: Site, calls: Sequence[Calls]
+) -> torch.Tensor:
+    """As pairs of real numbers: not every backend carries complex ones."""
+    bad = {step.op for step in steps} - {"sum", "avg"}
+    if bad:
+        raise PlacementMismatchError(f"{site.port}: P({min(bad)}) of a complex tensor")
+    return torch.view_as_complex(
+        run_steps(steps, torch.view_as_real(x.resolve_conj()), site, calls)
+    )
 
 
 def _n(step: Step, site: Site) -> int:
