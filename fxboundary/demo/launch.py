@@ -189,7 +189,7 @@ def _train_and_report(settings: Settings, device: Any, console: Any) -> int:
         console.print(
             f"Training LlamaForCausalLM ({size.layers} layers, {size.hidden} wide, bytes) on the "
             f"Psalms: {settings.steps} steps of {size.batch} × {size.sequence} bytes, "
-            f"{settings.dtype}, {settings.ranks} ranks on {settings.device}",
+            f"{settings.dtype}, {settings.ranks_text} on {settings.device}",
             highlight=False,
             soft_wrap=True,
         )

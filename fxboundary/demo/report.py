@@ -41,7 +41,7 @@ def print_report(
 
 def _notes(runs: Sequence[Run], settings: Settings) -> str:
     text = (
-        f"{settings.ranks} ranks, {settings.device}, {settings.dtype}. Step time: median on rank "
+        f"{settings.ranks_text}, {settings.device}, {settings.dtype}. Step time: median on rank "
         f"0. Collectives: one step, forward and backward, as observed on rank 0; bytes are those "
         f"it sends with ring algorithms. Differences are relative to the unsharded losses."
     )

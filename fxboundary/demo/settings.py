@@ -41,6 +41,10 @@ class Settings:
     size: ModelSize = field(default_factory=ModelSize)
 
     @property
+    def ranks_text(self) -> str:
+        return f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+
+    @property
     def compiles_reference(self) -> bool:
         """Whether the compiled run is compared with the unsharded model compiled as well.
 
