@@ -10,7 +10,7 @@ ARGS ?=
 
 VENV := .venv
 VENV_OLD := .venv-2.13
-BENCHMARKS = $(filter-out benchmarks/device_check.py benchmarks/_%,$(wildcard benchmarks/*.py))
+BENCHMARKS = $(filter-out benchmarks/common.py benchmarks/device_check.py,$(wildcard benchmarks/*.py))
 
 # $(call environment,FOLDER,REQUIREMENTS): pip is silent unless it fails.
 define environment
