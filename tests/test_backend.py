@@ -25,6 +25,7 @@ from models import (
 from torch.utils.checkpoint import checkpoint
 
 import fxboundary as fb
+from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, source_identity
 
 BLOCK = ["norm:param.weight", "mlp:in.x", "mlp.down:param.bias", "mlp:out"]
 ALL = [f"layers.{i}.{port}" for i in (0, 1) for port in BLOCK]
@@ -304,10 +305,41 @@ def test_groups_side_by_side_reduce_within_themselves(ranks4):
 
 
 def test_source_identity_is_part_of_the_cache_key():
-    from fxboundary.graph.verify import VerifyPorts, source_identity
+    noted = NoteEqualCollectives()
+    assert source_identity() in VerifyPorts({}, noted).uuid()
+    assert source_identity() in noted.uuid()
+    assert VerifyPorts({}, noted, users=lambda graph: None).uuid() is None
 
-    assert source_identity() in VerifyPorts({}).uuid()
-    assert VerifyPorts({}, inner=lambda graph: None).uuid() is None
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.q(x) + self.k(x.view_as(x)) + self.q(x)
+
+
+def merged_values():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = Projections().double()
+    model = copy.deepcopy(reference)
+    mesh = mesh_of(tp=2)
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    expected = reference(x)
+    expected.square().sum().backward()
+    gather = {"in_src": {"input": {"tp": "S(1)"}}, "in_dst": {"input": {}}}
+    fb.apply(model, fb.Plan(mesh, {"[qk]": gather}))
+    run = torch.compile(model, backend=fb.backend(), fullgraph=True)
+    y = run(x.chunk(2, 1)[mesh.get_local_rank()].requires_grad_())
+    y.square().sum().backward()
+    assert_close(y.detach(), expected.detach(), "output", 1e-13)
+    assert_gradients(full_gradients(model), reference, 1e-13)
+
+
+def test_equal_collectives_may_be_merged(ranks2):
+    ranks2.run(merged_values)
 
 
 # Refusals and silence

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -33,13 +31,21 @@ class Collective:
 
 def find_collectives(gm: GraphModule) -> list[Collective]:
     """The functional collectives of a graph and its subgraphs, in graph order."""
-    return [_collective(node) for module in graph_modules(gm) for node in _nodes(module)]
+    return [
+        _collective(node)
+        for module in graph_modules(gm)
+        for node in module.graph.nodes
+        if is_collective(node)
+    ]
 
 
-def _nodes(gm: GraphModule) -> Iterator[Node]:
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and _kind(node) is not None:
-            yield node
+def is_collective(node: Node) -> bool:
+    return node.op == "call_function" and _kind(node) is not None
+
+
+def port_of(node: Node) -> str:
+    """Full name of the port that a lowered node belongs to; empty where it is none of ours."""
+    return str(node.meta.get("custom", {}).get(PORT, ""))
 
 
 def _kind(node: Node) -> str | None:
@@ -53,9 +59,6 @@ def _collective(node: Node) -> Collective:
     values = [n.meta.get("val") for n in (operand, node) if isinstance(n, Node)]
     sizes = [v.numel() * v.element_size() for v in values if v is not None]
     known = [size for size in sizes if isinstance(size, int)]
-    port = node.meta.get("custom", {}).get(PORT, "")
-    return Collective(_kind(node) or "", port, max(known) if len(known) == len(sizes) else -1)
-
-
-def counts(collectives: Iterable[Collective]) -> dict[str, int]:
-    return dict(Counter(collective.kind for collective in collectives))
+    return Collective(
+        _kind(node) or "", port_of(node), max(known) if len(known) == len(sizes) else -1
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -10,12 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxboundary.errors import FxBoundaryError
-from fxboundary.graph.collectives import find_collectives
-from fxboundary.graph.find import Port
+from fxboundary.graph.collectives import find_collectives, is_collective, port_of
+from fxboundary.graph.find import Port, graph_modules
 
 
 def expected_collectives(ports: Iterable[Port]) -> dict[str, int]:
@@ -27,34 +30,89 @@ def expected_collectives(ports: Iterable[Port]) -> dict[str, int]:
     return {name: count for name, count in expected.items() if count}
 
 
-class VerifyPorts(CustomGraphPass):
-    """Post-grad pass: no port's forward collectives were lost on the way from capture.
+class _ChainedPass(CustomGraphPass):
+    """A pass of ours, after those that the user has installed in its place.
 
-    It is always installed, also because its ``uuid`` puts this package's sources into the key
-    of torch's compile caches: the body of the composite operator is not part of that key.
+    Its ``uuid`` puts this package's sources into the key of torch's compile caches: the body of
+    the composite operator is not part of that key.
     """
 
-    def __init__(self, expected: Mapping[str, int], inner: Any = None) -> None:
-        self._expected, self._inner = expected, inner
+    def __init__(self, users: Any = None) -> None:
+        listed = isinstance(users, (list, tuple))
+        self._users = tuple(users) if listed else () if users is None else (users,)
 
     def __call__(self, graph: Graph) -> None:
-        if self._inner is not None:
-            self._inner(graph)
-        if graph.owning_module is None or _is_backward(graph):
+        for user in self._users:
+            user(graph)
+        if graph.owning_module is not None:
+            self.look(graph, graph.owning_module)
+
+    @abstractmethod
+    def look(self, graph: Graph, gm: GraphModule) -> None: ...
+
+    def uuid(self) -> Any:
+        users = [user.uuid() if hasattr(user, "uuid") else None for user in self._users]
+        return None if None in users else (source_identity(), *users)
+
+
+class NoteEqualCollectives(_ChainedPass):
+    """Last joint pass: how many collectives of each port repeat an equal one of the same value.
+
+    AOTAutograd's common subexpression elimination merges these into the first, as three
+    projections that each gather the same activation.
+    """
+
+    def __init__(self, users: Any = None) -> None:
+        super().__init__(users)
+        self.repeated: Counter[str] = Counter()
+
+    def look(self, graph: Graph, gm: GraphModule) -> None:
+        for module in graph_modules(gm):
+            values, seen = number_values(module.graph), set()
+            for node in module.graph.nodes:
+                if is_collective(node):
+                    self.repeated[port_of(node)] += values[node] in seen
+                    seen.add(values[node])
+
+
+class VerifyPorts(_ChainedPass):
+    """Post-grad pass: no port's forward collectives were lost on the way from capture."""
+
+    def __init__(
+        self, expected: Mapping[str, int], noted: NoteEqualCollectives, users: Any = None
+    ) -> None:
+        super().__init__(users)
+        self._expected, self._noted = expected, noted
+
+    def look(self, graph: Graph, gm: GraphModule) -> None:
+        if _is_backward(graph):
             return
-        found = Counter(c.port for c in find_collectives(graph.owning_module))
+        found = Counter(c.port for c in find_collectives(gm))
+        found.update(self._noted.repeated)
         lost = [name for name, count in self._expected.items() if found[name] < count]
         if lost:
             raise FxBoundaryError(
                 f"the collectives of {', '.join(lost)} are not in the compiled graph: a pass "
-                f"that ran before lost or merged them (a custom joint or pre-grad pass?)"
+                f"that ran before lost them (a custom joint or pre-grad pass?)"
             )
 
-    def uuid(self) -> Any:
-        inner = self._inner.uuid() if hasattr(self._inner, "uuid") else None
-        if self._inner is not None and inner is None:
-            return None
-        return source_identity(), inner
+
+def number_values(graph: Graph) -> dict[Node, int]:
+    """The same number for nodes that compute the same value from the same values."""
+    numbers: dict[str, int] = {}
+    values: dict[Node, int] = {}
+    for node in graph.nodes:
+        key = node.name
+        if node.op == "call_function" and not _is_random(node):
+            arguments = map_arg((node.args, node.kwargs), lambda n: f"%{values[n]}")
+            key = f"{node.target} {arguments}"
+        values[node] = numbers.setdefault(key, len(numbers))
+    return values
+
+
+def _is_random(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _is_backward(graph: Graph) -> bool:
