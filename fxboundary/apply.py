@@ -99,10 +99,10 @@ def apply(model: nn.Module, plan: Plan, *, local_params: bool = False) -> Handle
         raise ContractError(
             f"a plan is applied to {bound[0]} already: call its handle's remove() first"
         )
-    matched = plan.match(model)
-    ports, problems = resolve_params(model, matched, plan.spec, local_params)
+    matched, problems = plan.match_and_problems(model)
+    ports, unresolved = resolve_params(model, matched, plan.spec, local_params)
     contracts, shared = _contracts_by_module(model, matched)
-    problems += shared + _misfits(model, matched, ports, plan)
+    problems += unresolved + shared + _misfits(model, matched, ports, plan)
     if problems:
         raise ContractError(problems)
     return _install(model, plan, plan.live, contracts, ports, local_params)

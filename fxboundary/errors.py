@@ -1,5 +1,7 @@
 """The exceptions of the library: one base, each also a builtin that people already catch."""
 
+import re
+
 
 class FxBoundaryError(Exception):
     """Base of everything fxboundary raises on purpose."""
@@ -14,7 +16,18 @@ class ContractError(FxBoundaryError, ValueError):
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         head = "" if len(self.problems) == 1 else f"{len(self.problems)} problems:\n  "
-        super().__init__(head + "\n  ".join(self.problems))
+        super().__init__(head + "\n  ".join(_merged(self.problems)))
+
+
+def _merged(problems: list[str]) -> list[str]:
+    """Problems that differ only in the layer of a list said once, with how many there are."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", problem), []).append(problem)
+    return [
+        first if not others else f"{first} (and {len(others)} more layers)"
+        for first, *others in alike.values()
+    ]
 
 
 class PlacementMismatchError(FxBoundaryError, ValueError):

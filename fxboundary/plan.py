@@ -123,9 +123,16 @@ class Plan:
             ContractError: a pattern that matches no module (near misses are listed), and
                 contracts that do not fit together where several match.
         """
+        matched, problems = self.match_and_problems(model)
+        if problems:
+            raise ContractError(problems)
+        return matched
+
+    def match_and_problems(self, model: nn.Module) -> tuple[dict[str, Contract], list[str]]:
+        """What :meth:`match` returns, and what it would raise."""
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         matched: dict[str, Contract] = {}
-        problems = []
+        problems: list[str] = []
         for pattern, contract in self.contracts.items():
             found = [name for name in names if matches(pattern, name)]
             if not found:
@@ -141,9 +148,7 @@ class Plan:
                 f"{name or '<root>'}.{problem}"
                 for problem in _misfits(contract, self.spec, merged=True)
             ]
-        if problems:
-            raise ContractError(problems)
-        return {name: matched[name] for name in names if name in matched}
+        return {name: matched[name] for name in names if name in matched}, problems
 
     def __repr__(self) -> str:
         return f"Plan({self.spec}, {list(self.contracts)})"

@@ -392,10 +392,12 @@ def test_all_problems_are_reported_together(fake_world):
             "layers.0.mlp": {
                 "in_src": two,
                 "params": {"upp.weight": {"tp": "S(0)"}, "up.bias": {"tp": "S(1)"}},
-            }
+            },
+            "blocks.*": {},
         },
     )
     assert problems == [
+        "blocks.*: matches no module",
         "layers.0.mlp.params.upp.weight: no such parameter (did you mean 'up.weight' or "
         "'down.weight'?)",
         "layers.0.mlp.params.up.bias: S(1) shards a dimension that a tensor of 1 dimensions "
