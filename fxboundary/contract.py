@@ -20,7 +20,6 @@ from fxboundary.placements import (
 from fxboundary.transition.gradient import adjoint_layout
 
 NamedLayout: TypeAlias = Mapping[str, "str | Placement"]
-PortLayouts: TypeAlias = Mapping[str, NamedLayout]
 OUTPUT = "output"  # the name of the one output in the short form out_dst={"tp": "R"}
 
 

@@ -25,7 +25,7 @@ def _merged(problems: list[str]) -> list[str]:
     for problem in problems:
         alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", problem), []).append(problem)
     return [
-        first if not others else f"{first} (and {len(others)} more layers)"
+        first if not others else f"{first} (and {len(others)} more like it)"
         for first, *others in alike.values()
     ]
 

@@ -27,8 +27,8 @@ from fxboundary.placements import Layout, local_shape, normalize_dims, placement
 from fxboundary.plan import Plan
 from fxboundary.transition.cost import step_bytes
 from fxboundary.transition.program import bytes_text
-from fxboundary.transition.program import plan as plan_layouts
 from fxboundary.transition.steps import Step
+from fxboundary.transition.transition import plan as plan_layouts
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ the compiler caches for one rank is then right for every other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fxboundary.errors import ContractError, FxBoundaryError, RankMismatchError
@@ -43,7 +43,6 @@ class LiveMesh:
     group_names: tuple[str, ...]
     coordinate: tuple[int, ...]
     native_avg: bool
-    eager: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 MeshLike: TypeAlias = "DeviceMesh | MeshSpec | Mapping[str, int]"

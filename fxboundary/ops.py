@@ -26,57 +26,15 @@ from fxboundary.placements import (
     shard_dims,
     smallest_rank,
 )
-from fxboundary.transition.program import Move, bind, plan, require_gradient
+from fxboundary.transition.move import Move, bind, redistribute
+from fxboundary.transition.transition import plan
 
-NAME = "fxboundary::redistribute"
 _LIB = torch.library.Library("fxboundary", "DEF")
 _LIB.define(
     "redistribute(Tensor x, str mesh, str src, str dst, str grad, str port, "
     "SymInt[] coordinate, str sizes) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, move: Move) -> torch.Tensor:
-        ctx.move = move
-        return _run(x, move)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return redistribute(gradient, ctx.move.adjoint), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        return redistribute(tangent, ctx.move)
-
-
-class _TransformedRedistribute(_Redistribute):
-    """The form that ``torch.func`` needs; it costs three times the other. vmap is refused."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, move: Move) -> torch.Tensor:  # type: ignore[override]
-        return _run(x, move)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.move = inputs[1]
-
-
-def _run(x: torch.Tensor, move: Move) -> torch.Tensor:
-    return move.run_eager(x) if is_plain_eager(x) else move.run(x)
-
-
-def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
-    """Run a move, differentiably where ``x`` asks for it."""
-    transformed = in_transform()
-    if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
-        return _run(x, move)
-    if not move.transition.differentiable:
-        require_gradient(move.transition, move.site.port)
-    function = _TransformedRedistribute if transformed else _Redistribute
-    return function.apply(x, move)  # type: ignore[no-any-return]
 
 
 def _implementation(

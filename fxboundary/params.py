@@ -26,7 +26,7 @@ from fxboundary.placements import (
     shard_dims,
 )
 from fxboundary.transition.gradient import adjoint_layout
-from fxboundary.transition.program import plan as plan_layouts
+from fxboundary.transition.transition import plan as plan_layouts
 
 
 @dataclass(frozen=True)

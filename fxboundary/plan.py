@@ -20,7 +20,7 @@ from fxboundary.placements import (
     unknown_mesh_dim,
 )
 from fxboundary.transition.gradient import default_gradient
-from fxboundary.transition.program import plan as plan_layouts
+from fxboundary.transition.transition import plan as plan_layouts
 
 _LAYOUT_FIELDS = (
     "in_src",

@@ -10,10 +10,10 @@ import torch.nn as nn
 
 from fxboundary.errors import FxBoundaryError, PlacementMismatchError
 from fxboundary.mesh import LiveMesh
-from fxboundary.ops import redistribute
 from fxboundary.params import ParamPort
 from fxboundary.placements import local_shape_and_offset, near, replicate
-from fxboundary.transition.program import bind, plan
+from fxboundary.transition.move import bind, redistribute
+from fxboundary.transition.transition import plan
 
 BOUND = "__fxboundary__"  # the attribute of a contracted module's class that holds its record
 

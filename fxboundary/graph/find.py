@@ -19,7 +19,7 @@ from fxboundary.placements import (
     shard_dims,
     smallest_rank,
 )
-from fxboundary.transition.program import Transition, plan
+from fxboundary.transition.transition import Transition, plan
 
 _TARGETS = (OP, OP.default)
 # What a frame calls the module it traces; a forward behind a decorator has it in *args.

@@ -1,20 +1,19 @@
-"""A planned transition: :class:`Move` is what a port runs, :class:`Program` what people read."""
+"""Program: a planned transition of one tensor, for people to read and to run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 
-from fxboundary.errors import FxBoundaryError, PlacementMismatchError
+from fxboundary.errors import ContractError, FxBoundaryError, PlacementMismatchError
 from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, register_mesh
 from fxboundary.placements import (
     Layout,
     Placement,
-    layout_text,
     local_shape,
     normalize_dims,
     parse_placement,
@@ -22,132 +21,10 @@ from fxboundary.placements import (
     resolve_placements,
 )
 from fxboundary.transition.cost import seconds, step_bytes
-from fxboundary.transition.execution import Calls, Site, eager_calls, functional_calls, run_steps
-from fxboundary.transition.gradient import (
-    adjoint_layout,
-    check_gradient,
-    default_gradient,
-    gradient_factor,
-    is_differentiable,
-)
-from fxboundary.transition.planner import plan_steps
-from fxboundary.transition.steps import NEEDS_COORDINATE, Step
-
-
-@dataclass(frozen=True)
-class Transition:
-    """A change of layout with its gradient's: the identity of what a port does.
-
-    ``grad`` is the layout in which the gradient arrives at dst; it leaves at src as
-    ``adjoint_layout(src)``. ``forward`` and ``backward`` are the steps of both directions.
-    Shard dimensions are normalised.
-    """
-
-    src: Layout
-    dst: Layout
-    grad: Layout
-    mesh: MeshSpec
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    differentiable: bool
-
-    @cached_property
-    def needs_coordinate(self) -> bool:
-        """Whether a step, forward or backward, depends on which rank runs it."""
-        return any(step.kind in NEEDS_COORDINATE for step in (*self.forward, *self.backward))
-
-    @property
-    def is_identity(self) -> bool:
-        return not self.forward and not self.backward and self.differentiable
-
-    def arrow(self, separator: str = ", ") -> str:
-        """``tp: S(1)->R``: the mesh dimensions that change, forward or backward."""
-        parts = [
-            f"{name}: {placement_text(s)}->{placement_text(d)}"
-            for name, s, d, g in zip(self.mesh.names, self.src, self.dst, self.grad, strict=True)
-            if s != d or g.is_partial()
-        ]
-        return separator.join(parts) or "identity"
-
-    def steps_text(self, steps: Sequence[Step]) -> str:
-        texts = [
-            step.text(self.mesh.names[step.mesh_dim], self.mesh.sizes[step.mesh_dim])
-            for step in steps
-        ]
-        return ", ".join(texts) or "nothing"
-
-
-@cache
-def plan(src: Layout, dst: Layout, grad: Layout | None, mesh: MeshSpec) -> Transition:
-    """Plan both directions of a transition; shard dimensions must be normalised.
-
-    Raises:
-        UnsupportedTransitionError: the change has no meaning.
-        ContractError: the gradient layout does not fit dst.
-    """
-    grad = default_gradient(dst) if grad is None else grad
-    check_gradient(dst, grad, mesh.names)
-    forward = plan_steps(src, dst, mesh.sizes, mesh.names)
-    if not is_differentiable(src, dst):
-        return Transition(src, dst, grad, mesh, forward, (), differentiable=False)
-    backward = plan_steps(grad, adjoint_layout(src), mesh.sizes, mesh.names)
-    factor = gradient_factor(src, dst, mesh.sizes)
-    if factor != 1.0:
-        backward = (*backward, Step("scale", 0, factor=factor))
-    return Transition(src, dst, grad, mesh, forward, backward, differentiable=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """A transition bound to a mesh and a port: what runs, forward or backward."""
-
-    transition: Transition
-    site: Site
-    functional: Sequence[Calls]
-    eager: Sequence[Calls]
-    steps: tuple[Step, ...]
-    adjoint_steps: tuple[Step, ...]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Through functional collectives, which every capture understands."""
-        return run_steps(self.steps, x, self.site, self.functional)
-
-    def run_eager(self, x: torch.Tensor) -> torch.Tensor:
-        """Through the process groups; for plain tensors that nothing watches."""
-        return run_steps(self.steps, x, self.site, self.eager)
-
-    @cached_property
-    def adjoint(self) -> Move:
-        """The backward of this move; its own backward is this move again."""
-        return Move(
-            self.transition,
-            self.site,
-            self.functional,
-            self.eager,
-            self.adjoint_steps,
-            self.steps,
-        )
-
-
-def bind(
-    transition: Transition,
-    mesh: LiveMesh,
-    port: str,
-    coordinate: Sequence[int] = (),
-    sizes: Mapping[int, int] | None = None,
-) -> Move:
-    """Bind a transition to the groups of a mesh; ``sizes`` are declared global sizes by dim."""
-    if not mesh.eager:
-        mesh.eager.update(functional=functional_calls(mesh), eager=eager_calls(mesh))
-    site = Site(mesh, tuple(coordinate), dict(sizes or {}), port)
-    return Move(
-        transition,
-        site,
-        mesh.eager["functional"],
-        mesh.eager["eager"],
-        transition.forward,
-        transition.backward,
-    )
+from fxboundary.transition.gradient import adjoint_layout
+from fxboundary.transition.move import bind, redistribute
+from fxboundary.transition.steps import Step
+from fxboundary.transition.transition import Transition, plan, require_gradient
 
 
 @dataclass(frozen=True)
@@ -214,8 +91,6 @@ class Program:
             FxBoundaryError: the program was planned on a static mesh.
             PlacementMismatchError: the tensor is not this rank's shard of ``shape``.
         """
-        from fxboundary.ops import redistribute
-
         if self.live is None:
             raise FxBoundaryError("planned without processes: plan on a DeviceMesh to run")
         expected = local_shape(self.shape, self.src, self.mesh.sizes, self.live.coordinate)
@@ -231,18 +106,6 @@ class Program:
     def __str__(self) -> str:
         steps = self.transition.steps_text(self.steps)
         return f"{arrow(self.src, self.dst, self.mesh)}: {steps} {bytes_text(self.bytes)}"
-
-
-def require_gradient(transition: Transition, where: str) -> None:
-    """Raise UnsupportedTransitionError where a gradient is asked for that does not exist."""
-    from fxboundary.errors import UnsupportedTransitionError
-
-    if not transition.differentiable:
-        raise UnsupportedTransitionError(
-            f"{where}: {layout_text(transition.src)} → {layout_text(transition.dst)} has no "
-            f"gradient (max, min and product are not differentiable); detach the tensor or "
-            f"use sum or avg"
-        )
 
 
 def arrow(src: Layout, dst: Layout, mesh: MeshSpec) -> str:
@@ -276,8 +139,6 @@ def resolve_layout(layout: LayoutLike, names: Sequence[str]) -> Layout:
     Raises:
         ContractError: another number of placements than mesh dimensions.
     """
-    from fxboundary.errors import ContractError
-
     if isinstance(layout, Mapping):
         return resolve_placements(layout, names)
     if isinstance(layout, str) or len(layout) != len(names):
