@@ -78,6 +78,10 @@ class GroupCalls:
             "min": dist.ReduceOp.MIN,
             "product": dist.ReduceOp.PRODUCT,
         }
+        self._scatter_options = {}
+        for name, op in self._ops.items():
+            self._scatter_options[name] = options = dist.ReduceScatterOptions()
+            options.reduceOp = op
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
         y = x.clone(memory_format=torch.contiguous_format)
@@ -93,12 +97,8 @@ class GroupCalls:
         return y
 
     def reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        from torch.distributed import ReduceScatterOptions
-
-        options = ReduceScatterOptions()
-        options.reduceOp = self._ops[op]
         y = x.new_empty((x.shape[0] // self._n, *x.shape[1:]))
-        self._group._reduce_scatter_base(y, x, options).wait()
+        self._group._reduce_scatter_base(y, x, self._scatter_options[op]).wait()
         return y
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
