@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from fxboundary.binding import bind_inputs
 from fxboundary.boundary import PrecompiledBoundary
+from fxboundary.bypasses import bypass_problems, without_fast_path
 from fxboundary.contract import Contract
 from fxboundary.errors import ContractError
 from fxboundary.mesh import LiveMesh
@@ -103,6 +104,7 @@ def apply(model: nn.Module, plan: Plan, *, local_params: bool = False) -> Handle
     ports, unresolved = resolve_params(model, matched, plan.spec, local_params)
     contracts, shared = _contracts_by_module(model, matched)
     problems += unresolved + shared + _misfits(model, matched, ports, plan)
+    problems += bypass_problems(model, matched, ports)
     if problems:
         raise ContractError(problems)
     return _install(model, plan, plan.live, contracts, ports, local_params)
@@ -138,12 +140,6 @@ def _misfits(
                     f"whatever replaces it"
                 )
         problems += [f"{where}.{p}" for p in _undeclared_sizes(name, contract, ports, plan)]
-    for (owner, name), port in ports.items():
-        if port.changes_at_use and hasattr(model.get_submodule(owner), "_flat_weights"):
-            problems.append(
-                f"{owner}.{name}: recurrent modules read their weights past the module's "
-                f"attributes; store and use it alike, with gradient R"
-            )
     return problems
 
 
@@ -217,7 +213,10 @@ def _install(
     for name, module in model.named_modules():
         _, contract = contracts.get(id(module), ("", None))
         module_ports = tuple(by_module.get(id(module), {}).values())
-        if contract is None and not module_ports:
+        bypassed = without_fast_path(type(module)) and any(
+            id(child) in contracts for child in module.modules()
+        )
+        if contract is None and not module_ports and not bypassed:
             continue
         record = BoundModule(_label(name), mesh, contract, module_ports)
         # Layers share a class where they can, so that each compiles to the same graph.
@@ -254,6 +253,7 @@ def _bound_class(cls: type[nn.Module], record: BoundModule) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         BOUND: record,
+        **without_fast_path(cls),
     }
     contract = record.contract
     if contract is not None and (contract.input_names() or contract.output_names()):

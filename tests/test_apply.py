@@ -484,3 +484,51 @@ def test_the_only_input_is_the_first_parameter_unless_it_is_a_misspelt_other(fak
     assert "no parameter 'attention_msk' (did you mean 'attention_mask'?)" in problem
     fb.apply(model, plan({"0": {"in_src": {"x": cut}, "in_dst": {}}}))
     assert model(torch.ones(2)).shape == (8,)
+
+
+# Modules of torch that compute past their children's forward
+
+ENCODER = {
+    "linear1": {"params": {"*": {"tp": "S(0)"}}},
+    "linear2": {
+        "params": {"weight": {"tp": "S(1)"}, "bias": {"tp": "R -> P"}},
+        "out_src": {"tp": "P"},
+        "out_dst": {"tp": "R"},
+    },
+}
+
+
+def encoder_layer():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).double().eval()
+
+
+def check_encoder():
+    layer = encoder_layer()
+    x = torch.randn(2, 4, 16, dtype=torch.float64)
+    reference = copy.deepcopy(layer)
+    handle = fb.apply(layer, plan(ENCODER, tp=2))
+    stack = nn.TransformerEncoder(encoder_layer(), 2).eval()
+    padding = torch.tensor([[False, False, True, True], [False] * 4])
+    with torch.no_grad():
+        expected = stack(x, src_key_padding_mask=padding)
+        fb.apply(stack, plan({f"layers.*.{k}": v for k, v in ENCODER.items()}, tp=2))
+        actual = stack(x, src_key_padding_mask=padding)
+        # The fast path leaves zeros where the mask hides a position; what counts is the rest.
+        assert_close(actual[~padding], expected[~padding], "masked encoder", 1e-13)
+        assert_close(layer(x), reference(x), "layer", 1e-13)
+        handle.remove()
+        assert type(layer) is nn.TransformerEncoderLayer
+        assert_close(layer(x), reference(x), "layer, removed", 1e-13)
+
+
+def test_the_encoders_fast_path_does_not_pass_over_ports(ranks2):
+    ranks2.run(check_encoder)
+
+
+def test_ports_that_a_parent_never_calls_are_refused(fake_world):
+    fake_world(4)
+    model = nn.Sequential(nn.MultiheadAttention(16, 4))
+    (problem,) = refused(model, {"0.out_proj": {"out_src": {"tp": "P"}, "out_dst": {"tp": "R"}}})
+    assert problem.startswith("0.out_proj: nn.MultiheadAttention reads the weights of its out_proj")
+    assert problem.endswith("contract 0 itself")
