@@ -38,6 +38,7 @@ def is_plain_eager(x: Any) -> bool:
     """A plain tensor, and nothing that watches or transforms operations."""
     return (
         type(x) in _PLAIN
+        and not torch.compiler.is_compiling()  # compiled autograd traces into a port's backward
         and not _dispatch_modes()
         and not _function_modes()
         and _functorch_level() is None
@@ -51,6 +52,8 @@ def in_transform() -> bool:
     An autograd function has to be reached above the dispatcher there, not from an operator's
     composite body.
     """
+    if torch.compiler.is_compiling():
+        return False
     transformed = _functorch_level() is not None or forward_ad._current_level >= 0
     return transformed and not _dispatch_modes() and not _function_modes()
 

@@ -114,7 +114,7 @@ class PortOp:
         self._moves: dict[int, Move] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not (is_plain_eager(x) or in_transform()):
+        if not (is_plain_eager(x) or in_transform()):
             return OP(x, *self.args)  # type: ignore[no-any-return]
         move = self._moves.get(x.dim())
         if move is None:

@@ -22,6 +22,8 @@ from models import (
     mesh_of,
     mlp_contracts,
 )
+from torch._dynamo.compiled_autograd import _enable as compiled_autograd_with
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxboundary as fb
@@ -144,6 +146,49 @@ def broken_values():
 
 def test_a_graph_break_inside_a_region_loses_no_port(ranks2):
     assert ranks2.run(broken_values) == [["in.x", "out", "param.bias"]] * 2
+
+
+def reference_and_model(**sizes):
+    torch.manual_seed(0)
+    reference = Stack(4).double()
+    model = split(copy.deepcopy(reference), **sizes)
+    x = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    reference(x).pow(2).mean().backward()
+    return reference, model, x
+
+
+def compiled_autograd():
+    reference, model, x = reference_and_model(tp=2)
+    local = x.chunk(2, 1)[torch.distributed.get_rank()]
+    for run in (model, torch.compile(model, backend="fxboundary")):
+        model.zero_grad()
+        loss = run(local).pow(2).mean() / 2  # of this rank's half
+        with compiled_autograd_with(torch.compile(backend="fxboundary")):
+            loss.backward()
+        assert_gradients(full_gradients(model), reference, 1e-12)
+
+
+def test_compiled_autograd_traces_into_the_ports(ranks2):
+    ranks2.run(compiled_autograd)
+
+
+def data_parallel():
+    reference, model, x = reference_and_model(dp=2, tp=1)
+    mesh = mesh_of(dp=2, tp=1)
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 512  # several buckets, so several graphs
+    model = DistributedDataParallel(
+        model, process_group=mesh["dp"].get_group(), bucket_cap_mb=0.001
+    )
+    backend = fb.backend()
+    run = torch.compile(model, backend=backend)
+    run(x.chunk(2)[torch.distributed.get_rank()]).pow(2).mean().backward()
+    assert_gradients(full_gradients(model.module), reference, 1e-12)
+    return len(backend.graphs)
+
+
+def test_ddp_may_split_the_graph_between_ports(ranks2):
+    counts = ranks2.run(data_parallel)
+    assert counts[0] == counts[1] > 1
 
 
 def test_layers_compiled_alone_share_one_graph(fake_world):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from models import mesh_of
+from models import WIDTH, Stack, assert_close, mesh_of, mlp_contracts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -171,10 +173,37 @@ def test_forward_mode_derivatives_are_redistributed_too(ranks2):
     assert ranks2.run(forward_mode) == [([30.0, 30.0], [30.0, 30.0])] * 2
 
 
-def test_vmap_over_a_port_is_refused_and_not_left_unreduced(fake_world):
-    fake_world(4)
-    with pytest.raises(RuntimeError, match="does not have vmap support"):
-        torch.func.vmap(port("P", "R"))(torch.ones(3, 2))
+def vmapped_model(sequence_parallel):
+    torch.manual_seed(0)
+    reference = Stack().double()
+    model = copy.deepcopy(reference)
+    fb.apply(model, fb.Plan(mesh_of(tp=2), mlp_contracts(sequence_parallel)))
+    rank = torch.distributed.get_rank()
+    samples = torch.randn(3, 2, 4, WIDTH, dtype=torch.float64)
+
+    def local(x):
+        return x.chunk(2, 2)[rank] if sequence_parallel else x
+
+    def gradients(module, x):
+        def loss(params, sample):
+            return torch.func.functional_call(module, params, (sample,)).pow(2).sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(module.named_parameters()), x)
+
+    last = torch.func.vmap(model, in_dims=2)(local(samples).movedim(0, 2))
+    assert_close(last, local(torch.func.vmap(reference)(samples)), "output", 1e-13)
+    expected, actual = gradients(reference, samples), gradients(model, local(samples))
+    for name, gradient in expected.items():
+        if ".up." in name:
+            gradient = gradient.chunk(2, 1)[rank]
+        if ".down.weight" in name:
+            gradient = gradient.chunk(2, 2)[rank]
+        assert_close(actual[name], gradient, f"per-sample gradient of {name}", 1e-13)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_vmap_gives_per_sample_gradients(ranks2, sequence_parallel):
+    ranks2.run(vmapped_model, sequence_parallel)
 
 
 def complex_values():
