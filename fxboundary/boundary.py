@@ -17,7 +17,13 @@ from fxboundary.contract import OUTPUT, Contract
 from fxboundary.errors import ContractError, PlacementMismatchError
 from fxboundary.mesh import register_mesh
 from fxboundary.ops import PortOp
-from fxboundary.placements import Layout, Placement, layout_text, normalize_dims
+from fxboundary.placements import (
+    Layout,
+    Placement,
+    layout_text,
+    normalize_dims,
+    parse_placement,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +63,8 @@ class RedistOp:
 
     With an ``execution_op`` that runs on the local tensor, else through DTensor; a validation
     run (``as_dtensor=True``) always goes through DTensor and returns one.
-    ``grad_placements`` is the layout in which the gradient arrives at dst (DTensor path).
+    Placements are torch's or text. ``grad_placements`` is the layout in which the gradient
+    arrives at dst (DTensor path).
     """
 
     arg_name: str
@@ -68,6 +75,11 @@ class RedistOp:
     collective_type: str
     execution_op: BoundaryExecutionOp | None = None
     grad_placements: Layout | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("src_placements", "dst_placements", "grad_placements"):
+            if (layout := getattr(self, field)) is not None:
+                object.__setattr__(self, field, tuple(map(parse_placement, layout)))
 
     def execute(self, tensor: Any, *, as_dtensor: bool = False) -> Any:
         """Redistribute a local tensor, or a DTensor in the source layout.

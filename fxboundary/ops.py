@@ -115,6 +115,8 @@ class PortOp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not (is_plain_eager(x) or in_transform()):
+            if not hasattr(x, "dim"):  # a tracer's proxy is no Tensor, but has all of its names
+                raise PlacementMismatchError(f"{self.port}: expected a tensor, got {x!r}")
             return OP(x, *self.args)  # type: ignore[no-any-return]
         move = self._moves.get(x.dim())
         if move is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
+from torch.nn.parameter import is_lazy
 
 from fxboundary.contract import Contract, layout_pair
 from fxboundary.errors import ContractError, PlacementMismatchError, UnsupportedTransitionError
@@ -92,11 +93,15 @@ def resolve_params(
             continue
         for name, param in module.named_parameters(recurse=False):
             chain = [(_relative(outer, owner, name), matched[outer]) for outer in enclosing]
+            where = f"{enclosing[-1] or '<root>'}.params.{chain[-1][0]}"
+            if is_lazy(param):
+                problems.append(f"{where}: not initialized; call the model once before apply")
+                continue
             shape = tuple(param.shape)
             try:
                 ports[owner, name] = _port(name, shape, chain, mesh, local_params)
             except (ContractError, PlacementMismatchError, UnsupportedTransitionError) as error:
-                problems.append(f"{enclosing[-1] or '<root>'}.params.{chain[-1][0]}: {error}")
+                problems.append(f"{where}: {error}")
     return ports, problems + _disagreements(model, ports, mesh)
 
 

@@ -54,7 +54,11 @@ class Plan:
         self.live: LiveMesh | None = None
         self.contracts: dict[str, Contract] = {}
         problems: list[str] = []
+        contract: Any
         for pattern, contract in contracts.items():
+            if not isinstance(contract, (Contract, Mapping)):
+                problems.append(f"{_at(pattern)}: expected a contract's fields, found {contract!r}")
+                continue
             try:
                 if not isinstance(contract, Contract):
                     contract = Contract.from_dict(contract)
@@ -99,9 +103,6 @@ class Plan:
         try:
             mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
             contracts = {str(key): value or {} for key, value in data["modules"].items()}
-            bad = [key for key, value in contracts.items() if not isinstance(value, Mapping)]
-            if bad:
-                raise ContractError([f"{_at(key)}: expected a contract's fields" for key in bad])
             return cls(mesh, contracts)
         except ContractError as error:
             raise ContractError([f"{prefix}{problem}" for problem in error.problems]) from None

@@ -532,3 +532,10 @@ def test_ports_that_a_parent_never_calls_are_refused(fake_world):
     (problem,) = refused(model, {"0.out_proj": {"out_src": {"tp": "P"}, "out_dst": {"tp": "R"}}})
     assert problem.startswith("0.out_proj: nn.MultiheadAttention reads the weights of its out_proj")
     assert problem.endswith("contract 0 itself")
+
+
+def test_an_uninitialized_parameter_is_refused(fake_world):
+    fake_world(4)
+    model = nn.Sequential(nn.LazyLinear(4, bias=False))
+    with pytest.raises(fb.ContractError, match=r"0\.params\.weight: not initialized; call the"):
+        fb.apply(model, plan({"0": {"params": {"weight": {"tp": "S(0)"}}}}))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import mesh_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -489,3 +490,18 @@ class TestOutputs:
             found = found[0] if isinstance(found, tuple) else found
             assert isinstance(found, DTensor)
             assert found.placements == (R,)
+
+
+def test_placements_of_an_operation_may_be_text(fake_world):
+    fake_world(4)
+    op = fb.RedistOp("x", 0, mesh_of(tp=4), ["s(0)"], ["R"], "all_gather")
+    assert op.src_placements == (Shard(0),)
+    assert op.execute(torch.ones(2)).shape == (8,)
+
+
+def test_a_contracted_input_that_is_no_tensor_is_an_error_that_names_the_port(fake_world):
+    fake_world(4)
+    contract = fb.Contract(in_src={"x": {}}, in_dst={"x": {"tp": "S(0)"}})
+    boundary = fb.PrecompiledBoundary(contract, mesh_of(tp=4), ("tp",), label="mlp")
+    with pytest.raises(fb.PlacementMismatchError, match=r"mlp:in\.x: expected a tensor, got 3"):
+        boundary.redistribute_inputs((3,), {})

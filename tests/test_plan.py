@@ -199,6 +199,11 @@ class TestRefusals:
     def test_of_a_mesh_name_what_was_found(self, mesh, problem):
         assert problems_of(fb.Plan, mesh, {}) == [problem]
 
+    def test_something_that_is_no_contract(self):
+        problems = problems_of(fb.Plan, MESH, {"a": "R", "b": {"in_dst": {"x": {"tp": "?"}}}})
+        assert problems[0] == "a: expected a contract's fields, found 'R'"
+        assert problems[1].startswith("b.in_dst.x.tp: cannot parse '?'")
+
 
 class TestParameters:
     def test_that_do_not_exist_list_near_misses(self):

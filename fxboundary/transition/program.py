@@ -165,13 +165,15 @@ def plan_transition(
 
     Raises:
         ContractError: a layout that does not fit the mesh.
-        PlacementMismatchError: a shard dimension that the shape lacks.
+        PlacementMismatchError: no shape, or one that lacks a shard dimension.
         UnsupportedTransitionError: a change that has no meaning, as P → P(max).
 
     >>> print(plan_transition({"tp": "S(1)"}, {}, {"tp": 4}, (64, 1024)))
     S(1)→R @tp: all_gather(dim=1, tp=4) 192.0 KiB
     """
     spec = mesh_spec(mesh)
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise PlacementMismatchError(f"shape {tuple(shape)!r}: sizes are integers, none negative")
     ndim = len(shape)
     s, d = (normalize_dims(resolve_layout(x, spec.names), ndim) for x in (src, dst))
     g = None if grad is None else normalize_dims(resolve_layout(grad, spec.names), ndim)

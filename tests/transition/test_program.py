@@ -101,3 +101,9 @@ def test_a_program_of_a_static_mesh_does_not_run():
     program = fb.plan_transition({"tp": "P"}, {}, MESH, (8, 8))
     with pytest.raises(fb.FxBoundaryError, match="plan on a DeviceMesh to run"):
         program.run(torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("shape", [(-8,), (8.5,)])
+def test_a_shape_of_other_than_sizes_is_refused(shape):
+    with pytest.raises(fb.PlacementMismatchError, match="sizes are integers, none negative"):
+        fb.plan_transition({"tp": "S(0)"}, {}, {"tp": 4}, shape)
