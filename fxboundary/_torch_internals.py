@@ -6,6 +6,7 @@ registry).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,9 @@ class GroupCalls:
         self._group._reduce_scatter_base(y, x, self._scatter_options[op]).wait()
         return y
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty_like(x)
-        self._group.alltoall_base(y, x, [], []).wait()
+    def all_to_all(
+        self, x: torch.Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
+    ) -> torch.Tensor:
+        y = torch.empty_like(x) if received is None else x.new_empty(sum(received))
+        self._group.alltoall_base(y, x, list(received or ()), list(sent or ())).wait()
         return y

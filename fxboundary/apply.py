@@ -283,7 +283,9 @@ def _with_ports(inner: Callable[..., Any], boundary: PrecompiledBoundary) -> Cal
 def _used_param(port: ParamPort, record: BoundModule) -> property:
     name = port.name
     where = f"{record.label}:param.{name}"
-    op = PortOp(record.mesh, port.stored, port.used, port.grad, where, port.sizes(record.mesh.spec))
+    sizes = port.sizes(record.mesh.spec)
+    layouts = (port.stored, port.used, port.grad)
+    op = PortOp(record.mesh, *layouts, where, sizes, port.reduce_dtype)
 
     def used(self: nn.Module) -> torch.Tensor | None:
         param = self._parameters[name]

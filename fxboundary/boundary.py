@@ -191,7 +191,8 @@ class PrecompiledBoundary:
         if self._lower is not None and label != "identity":
             execution = self._lower(src, dst)
         if execution is None and (label != "identity" or any(g.is_partial() for g in grad)):
-            execution = PortOp(self._live, src, dst, grad, port, sizes)
+            reduce_dtype = self._spec.reduce_dtype or ""
+            execution = PortOp(self._live, src, dst, grad, port, sizes, reduce_dtype)
         return RedistOp(name, index, self._mesh, src, dst, label, execution, grad)
 
     def _single_output(self) -> BoundaryExecutionOp | None:

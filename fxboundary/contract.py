@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
+import torch
+
 from fxboundary.errors import ContractError
 from fxboundary.placements import (
     Layout,
@@ -40,6 +42,8 @@ class Contract:
     ``stacked``: parameters that stack several along their shard dimension: a count of equal
     parts, or their sizes; each part is sharded by itself.
     ``param_units``: a shard holds whole units of so many elements, as a head's.
+    ``reduce_dtype``: sums and averages at all ports, forward and backward, are taken in this
+    dtype, as ``"float32"``, and cast back; without it in the tensor's own.
 
     Raises:
         ContractError: anything that cannot be read, each with its path, all together.
@@ -61,6 +65,7 @@ class Contract:
     out_sizes: Any = None
     stacked: Any = None
     param_units: Any = None
+    reduce_dtype: Any = None
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -312,6 +317,14 @@ def _units(value: Any, path: str, problems: list[str]) -> dict[str, int]:
     return read
 
 
+def _dtype(value: Any, path: str, problems: list[str]) -> str:
+    name = str(value).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        problems.append(f"{path}: expected a floating-point dtype such as float32, found {value!r}")
+    return str(dtype).removeprefix("torch.")
+
+
 _READERS: dict[str, Callable[[Any, str, list[str]], Any]] = {
     "in_src": _ports,
     "in_dst": _ports,
@@ -326,6 +339,7 @@ _READERS: dict[str, Callable[[Any, str, list[str]], Any]] = {
     "out_sizes": _sizes,
     "stacked": _stacked,
     "param_units": _units,
+    "reduce_dtype": _dtype,
 }
 
 
@@ -337,7 +351,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         stored, used = map(placement_text, value)
         return stored if stored == used else f"{stored} -> {used}"
-    return value if isinstance(value, int) else placement_text(value)
+    return value if isinstance(value, (int, str)) else placement_text(value)
 
 
 def layout_pair(

@@ -23,9 +23,17 @@ from fxboundary.contract import OUTPUT, Contract, gradient_layout, layout_pair
 from fxboundary.errors import FxBoundaryError
 from fxboundary.mesh import MeshSpec, parse_mesh
 from fxboundary.patterns import matches
-from fxboundary.placements import Layout, local_shape, normalize_dims, placement_text
+from fxboundary.placements import (
+    Layout,
+    global_shape,
+    normalize_dims,
+    placement_text,
+    shard,
+    shard_dim,
+    shard_order,
+)
 from fxboundary.plan import Plan
-from fxboundary.transition.cost import step_bytes
+from fxboundary.transition.cost import traffic
 from fxboundary.transition.program import bytes_text
 from fxboundary.transition.steps import Step
 from fxboundary.transition.transition import plan as plan_layouts
@@ -188,7 +196,9 @@ def _ways(layouts: Layouts, spec: MeshSpec, tensors: Tensors | None) -> tuple[Wa
         # A dimension counted from the right stays so, where the rank is not known.
         shown = [_from_right(s, ndim) for s in steps] if from_right and tensors is None else steps
         return Way(
-            transition.steps_text(shown), collectives, _sent(steps, layout, spec, seen, tensors)
+            transition.steps_text(shown),
+            collectives,
+            _sent(steps, layout, spec, seen, tensors, ndim),
         )
 
     before, after = (tensors.before, tensors.after) if tensors is not None else (None, None)
@@ -199,8 +209,13 @@ def _ways(layouts: Layouts, spec: MeshSpec, tensors: Tensors | None) -> tuple[Wa
 
 
 def _from_right(step: Step, ndim: int) -> Step:
-    dims = {name: getattr(step, name) for name in ("dim", "to_dim")}
-    return replace(step, **{name: d - ndim for name, d in dims.items() if d is not None})
+    def moved(layout: Layout) -> Layout:
+        return tuple(
+            p if (d := shard_dim(p)) is None else shard(d - ndim, shard_order(p)) for p in layout
+        )
+
+    dim, to_dim = (None if d is None else d - ndim for d in (step.dim, step.to_dim))
+    return replace(step, dim=dim, to_dim=to_dim, src=moved(step.src), dst=moved(step.dst))
 
 
 def _sent(
@@ -209,17 +224,14 @@ def _sent(
     spec: MeshSpec,
     local: Shape | None,
     tensors: Tensors | None,
+    ndim: int,
 ) -> int | Fraction:
-    coordinate = (0,) * len(spec.sizes)
+    first = (0,) * len(spec.sizes)
     if local is not None and tensors is not None:
-        traffic = step_bytes(steps, local, tensors.dtype.itemsize, spec.sizes, coordinate)
-        return sum(sent for sent, _ in traffic)
-    ndim = max((p.dim + 1 for p in layout if p.is_shard()), default=1)  # type: ignore[attr-defined]
-    ndim = max([ndim, *(d + 1 for s in steps for d in (s.dim, s.to_dim) if d is not None)])
+        shape = global_shape(local, layout, spec.sizes)
+        return sum(traffic(steps, layout, shape, tensors.dtype.itemsize, spec.sizes, first))
     whole = (prod(spec.sizes) ** 2,) * ndim  # divisible however it is cut
-    shape = local_shape(whole, layout, spec.sizes, coordinate)
-    traffic = step_bytes(steps, shape, 1, spec.sizes, coordinate, whole)
-    return Fraction(sum(sent for sent, _ in traffic), prod(whole))
+    return Fraction(sum(traffic(steps, layout, whole, 1, spec.sizes, first)), prod(whole))
 
 
 def _merged(rows: list[Row]) -> list[Row]:

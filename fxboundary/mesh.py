@@ -7,8 +7,9 @@ the compiler caches for one rank is then right for every other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fxboundary.errors import ContractError, FxBoundaryError, RankMismatchError
@@ -23,24 +24,40 @@ _NATIVE_AVG = frozenset({"nccl", "gloo", "fake"})
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Names and sizes of the mesh dimensions: all that planning needs."""
+    """Names and sizes of the mesh dimensions: all that planning needs.
+
+    ``flattens`` says whether several dimensions may be one group: where ranks ascend row-major.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    flattens: bool = True
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
+@dataclass(frozen=True)
+class Group:
+    """This rank's process group over some mesh dimensions, and its rank-independent name."""
+
+    group: ProcessGroup
+    name: str
+    size: int
+
+
 @dataclass(frozen=True, eq=False)
 class LiveMesh:
-    """A mesh with process groups, as this rank sees it."""
+    """A mesh with process groups, as this rank sees it.
+
+    ``groups`` are keyed by the mesh dimensions that they span, ascending: each dimension alone,
+    and, where the mesh can be flattened, each set of several.
+    """
 
     name: str
     spec: MeshSpec
     mesh: DeviceMesh
-    groups: tuple[ProcessGroup, ...]
-    group_names: tuple[str, ...]
+    groups: Mapping[tuple[int, ...], Group]
     coordinate: tuple[int, ...]
     native_avg: bool
 
@@ -66,7 +83,9 @@ def mesh_spec(mesh: MeshLike) -> MeshSpec:
     if not hasattr(mesh, "mesh_dim_names"):
         raise ContractError(f"mesh: expected names and sizes, as in tp: 2, found {mesh!r}")
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
-    return MeshSpec(tuple(names), tuple(mesh.size(i) for i in range(mesh.ndim)))
+    # A group counts its ranks in ascending order: only then is that the mesh's order everywhere.
+    flattens = bool((mesh.mesh.flatten().diff() > 0).all())
+    return MeshSpec(tuple(names), tuple(mesh.size(i) for i in range(mesh.ndim)), flattens)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -101,21 +120,53 @@ def register_mesh(mesh: DeviceMesh) -> LiveMesh:
         raise RankMismatchError(
             f"this rank is not part of the mesh {spec}: build the plan only on the mesh's ranks"
         )
-    groups = tuple(mesh.get_group(i) for i in range(mesh.ndim))
-    native_avg = all(_backend(group) in _NATIVE_AVG for group in groups)
-    base = f"{spec}" if native_avg else f"{spec};sum"
+    own = tuple(mesh.get_group(i) for i in range(mesh.ndim))
+    native_avg = all(_backend(group) in _NATIVE_AVG for group in own)
+    traits = ("" if native_avg else ";sum") + ("" if spec.flattens else ";unflattened")
+    base = f"{spec}{traits}"
     name, number = base, 1
     while (entry := _REGISTRY.get(name)) is not None and _is_alive(entry):
-        if all(a is b for a, b in zip(entry.groups, groups, strict=True)):
+        if all(entry.groups[i,].group is group for i, group in enumerate(own)):
             return entry
         number += 1
         name = f"{base}#{number}"
-    group_names = tuple(f"fxboundary:{name}:{dim}" for dim in spec.names)
-    for group_name, group in zip(group_names, groups, strict=True):
-        _alias_group(group_name, group)
-    entry = LiveMesh(name, spec, mesh, groups, group_names, tuple(coordinate), native_avg)
+    groups = {}
+    for dims in group_dims(spec):
+        group = own[dims[0]] if len(dims) == 1 else _flattened(mesh, dims)
+        alias = f"fxboundary:{name}:{'+'.join(spec.names[i] for i in dims)}"
+        _alias_group(alias, group)
+        groups[dims] = Group(group, alias, group.size())
+    entry = LiveMesh(name, spec, mesh, groups, tuple(coordinate), native_avg)
     _REGISTRY[name] = entry
     return entry
+
+
+def group_dims(spec: MeshSpec) -> list[tuple[int, ...]]:
+    """The sets of mesh dimensions that have a group: each alone, then those of several.
+
+    Dimensions of size 1 are in no set of several: nothing is communicated along them.
+    """
+    alone: list[tuple[int, ...]] = [(i,) for i in range(len(spec.sizes))]
+    wide = [i for i, n in enumerate(spec.sizes) if n > 1]
+    if not spec.flattens:
+        return alone
+    several = [c for k in range(2, len(wide) + 1) for c in itertools.combinations(wide, k)]
+    return alone + several
+
+
+def _flattened(mesh: DeviceMesh, dims: tuple[int, ...]) -> ProcessGroup:
+    """This rank's group over several mesh dimensions. All ranks of the mesh join, in one order."""
+    import torch.distributed as dist
+
+    index: list[Any] = list(mesh.get_coordinate() or ())
+    for i in dims:
+        index[i] = slice(None)
+    ranks = mesh.mesh[tuple(index)].flatten().tolist()
+    backend = dist.get_backend(mesh.get_group(dims[0]))
+    group: Any = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, group_desc="fxboundary"
+    )
+    return group  # type: ignore[no-any-return]
 
 
 def named_spec(name: str) -> MeshSpec:
@@ -124,7 +175,9 @@ def named_spec(name: str) -> MeshSpec:
     >>> str(named_spec("dp=2,tp=4;sum#2"))
     'dp=2,tp=4'
     """
-    return mesh_spec(parse_mesh(name.partition("#")[0].partition(";")[0]))
+    text, *traits = name.partition("#")[0].split(";")
+    spec = mesh_spec(parse_mesh(text))
+    return replace(spec, flattens="unflattened" not in traits)
 
 
 def live_mesh(name: str) -> LiveMesh:
@@ -163,7 +216,7 @@ def _is_alive(entry: LiveMesh) -> bool:
 
     try:
         resolve: Any = c10d._resolve_process_group
-        resolved = resolve(entry.group_names[0])
+        resolved = resolve(entry.groups[0,].name)
     except RuntimeError:
         return False
-    return resolved is entry.groups[0]
+    return resolved is entry.groups[0,].group

@@ -27,12 +27,12 @@ from fxboundary.placements import (
     smallest_rank,
 )
 from fxboundary.transition.move import Move, bind, redistribute
-from fxboundary.transition.transition import plan
+from fxboundary.transition.transition import Request, plan
 
 _LIB = torch.library.Library("fxboundary", "DEF")
 _LIB.define(
     "redistribute(Tensor x, str mesh, str src, str dst, str grad, str port, "
-    "SymInt[] coordinate, str sizes) -> Tensor",
+    'SymInt[] coordinate, str sizes, str reduce_dtype="") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -46,8 +46,10 @@ def _implementation(
     port: str,
     coordinate: Sequence[Any],
     sizes: str,
+    reduce_dtype: str = "",
 ) -> torch.Tensor:
-    move = _move(live_mesh(mesh), src, dst, grad, port, tuple(coordinate), sizes, x.dim())
+    arguments = (src, dst, grad, port, tuple(coordinate), sizes, reduce_dtype)
+    move = _move(live_mesh(mesh), *arguments, x.dim())
     return redistribute(x, move)
 
 
@@ -64,13 +66,15 @@ def _move(
     port: str,
     coordinate: tuple[int, ...],
     sizes: str,
+    reduce_dtype: str,
     ndim: int,
 ) -> Move:
     try:
         s, d, g = (normalize_dims(parse_layout(text), ndim) for text in (src, dst, grad))
     except PlacementMismatchError as error:
         raise PlacementMismatchError(f"{port}: {error}") from None
-    return bind(plan(s, d, g, mesh.spec), mesh, port, coordinate, _parse_sizes(sizes, ndim))
+    transition = plan(s, d, g, mesh.spec, Request(reduce_dtype=reduce_dtype))
+    return bind(transition, mesh, port, coordinate, _parse_sizes(sizes, ndim))
 
 
 def sizes_text(sizes: Mapping[int, int]) -> str:
@@ -97,6 +101,7 @@ class PortOp:
         grad: Layout,
         port: str,
         sizes: Mapping[int, int] | None = None,
+        reduce_dtype: str = "",
     ) -> None:
         sizes = sizes or {}
         needs = bool(sizes) or _cuts(src, dst, grad, mesh)
@@ -109,6 +114,7 @@ class PortOp:
             port,
             list(mesh.coordinate) if needs else [],
             sizes_text(sizes),
+            reduce_dtype,
         )
         self._mesh = mesh
         self._moves: dict[int, Move] = {}
@@ -124,8 +130,8 @@ class PortOp:
         return redistribute(x, move)
 
     def _plan(self, ndim: int) -> Move:
-        _, src, dst, grad, port, coordinate, sizes = self.args
-        move = _move(self._mesh, src, dst, grad, port, tuple(coordinate), sizes, ndim)
+        _, src, dst, grad, port, coordinate, *rest = self.args
+        move = _move(self._mesh, src, dst, grad, port, tuple(coordinate), *rest, ndim)
         self._moves[ndim] = move
         return move
 

@@ -43,6 +43,7 @@ class ParamPort:
     used: Layout
     grad: Layout
     parts: tuple[int, ...] | None = None
+    reduce_dtype: str = ""
 
     @property
     def is_sharded(self) -> bool:
@@ -142,7 +143,8 @@ def _port(
         shape = global_shape(shape, stored, mesh.sizes)
     grad = _gradient(chain, used, stored, mesh)
     parts = _parts(chain, shape, stored, used)
-    port = ParamPort(name, shape, stored, used, grad, parts)
+    reduce_dtype = [c.reduce_dtype for _, c in chain if c.reduce_dtype is not None]
+    port = ParamPort(name, shape, stored, used, grad, parts, "".join(reduce_dtype[-1:]))
     plan_layouts(stored, used, grad, mesh)
     _check_units(chain, port, mesh)
     return port

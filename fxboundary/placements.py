@@ -23,7 +23,7 @@ else:
     Placement = Layout = tuple  # annotations only: see _torch_types
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
-_TEXT = re.compile(r"(s|shard|r|replicate|p|partial)(?:\(([^()]*)\))?")
+_TEXT = re.compile(r"(s|shard|r|replicate|p|partial)(?:\(([^()]*)\))?(?:\[(\d+)\])?")
 
 
 @cache
@@ -38,8 +38,35 @@ def replicate() -> Placement:
     return _torch_types().Replicate()  # type: ignore[no-any-return]
 
 
-def shard(dim: int) -> Shard:
-    return _torch_types().Shard(dim)  # type: ignore[no-any-return]
+def shard(dim: int, order: int | None = None) -> Shard:
+    """``S(dim)``, or with an order ``S(dim)[order]``."""
+    if order is None:
+        return _torch_types().Shard(dim)  # type: ignore[no-any-return]
+    return _ordered_shard_type()(dim, order)  # type: ignore[no-any-return]
+
+
+@cache
+def _ordered_shard_type() -> Any:
+    class OrderedShard(_torch_types().Shard):  # type: ignore[misc]
+        """The ``order``-th cut, from 0, of a tensor dimension that several mesh dimensions cut."""
+
+        def __init__(self, dim: int, order: int) -> None:
+            super().__init__(dim)
+            self.order = order
+
+        def __eq__(self, other: object) -> bool:
+            return type(other) is type(self) and (self.dim, self.order) == (other.dim, other.order)
+
+        def __hash__(self) -> int:
+            return hash((self.dim, self.order))
+
+        def __repr__(self) -> str:
+            return f"Shard(dim={self.dim})[{self.order}]"
+
+        def __reduce__(self) -> Any:
+            return shard, (self.dim, self.order)
+
+    return OrderedShard
 
 
 def partial(op: str = "sum") -> Placement:
@@ -49,7 +76,9 @@ def partial(op: str = "sum") -> Placement:
 def parse_placement(text: str | Placement) -> Placement:
     """Read one placement: ``S(d)``, ``R``, ``P``, ``P(op)`` or the long forms, in any case.
 
-    ``op`` is one of sum, avg, max, min, product. A torch placement is returned as it is.
+    ``op`` is one of sum, avg, max, min, product. ``S(d)[k]`` is the k-th cut, from 0, of a
+    tensor dimension that several mesh dimensions cut in another order than the mesh's (torch's
+    own text of a shard order). A torch placement is returned as it is.
 
     Raises:
         ContractError: the text is none of these forms.
@@ -61,14 +90,21 @@ def parse_placement(text: str | Placement) -> Placement:
         if _has_text(text):
             return text
         raise ContractError(f"cannot parse {text!r} ({type(text).__name__}): {_forms()}")
+    return _parse_text(text)
+
+
+@cache
+def _parse_text(text: str) -> Placement:
     match = _TEXT.fullmatch(re.sub(r"\s+", "", text).lower())
     if match is None:
         raise ContractError(f"cannot parse {text!r}: {_forms()}")
-    kind, argument = match[1][0], match[2]
+    kind, argument, order = match[1][0], match[2], match[3]
+    if order is not None and kind != "s":
+        raise ContractError(f"cannot parse {text!r}: {_forms()}")
     if kind == "r" and argument is None:
         return replicate()
     if kind == "s" and argument and re.fullmatch(r"[+-]?\d+", argument):
-        return shard(int(argument))
+        return shard(int(argument), None if order is None else int(order))
     if kind == "p" and (argument or "sum") in REDUCE_OPS and argument != "":
         return partial(argument or "sum")
     raise ContractError(f"cannot parse {text!r}: {_forms()}")
@@ -77,7 +113,12 @@ def parse_placement(text: str | Placement) -> Placement:
 def _has_text(value: object) -> bool:
     """Whether a value is a placement of ours: DTensor's private kinds mean something else."""
     torch_types = _torch_types()
-    kinds = (torch_types.Shard, torch_types.Replicate, torch_types.Partial)
+    kinds = (
+        torch_types.Shard,
+        torch_types.Replicate,
+        torch_types.Partial,
+        _ordered_shard_type(),
+    )
     return type(value) in kinds and getattr(value, "reduce_op", "sum") in REDUCE_OPS
 
 
@@ -94,7 +135,8 @@ def placement_text(placement: Placement) -> str:
     if placement.is_replicate():
         return "R"
     if placement.is_shard():
-        return f"S({shard_dim(placement)})"
+        order = shard_order(placement)
+        return f"S({shard_dim(placement)})" + ("" if order is None else f"[{order}]")
     op = reduce_op(placement)
     return "P" if op == "sum" else f"P({op})"
 
@@ -156,6 +198,25 @@ def shard_dim(placement: Placement) -> int | None:
     return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
 
 
+def shard_order(placement: Placement) -> int | None:
+    """Which cut of its dimension a shard is, where that is declared."""
+    return getattr(placement, "order", None)
+
+
+def nests(layout: Layout) -> dict[int, tuple[int, ...]]:
+    """Per tensor dimension, the mesh dimensions that cut it, outermost first.
+
+    >>> nests(parse_layout("S(0)[1],R,S(0)[0],S(1)"))
+    {0: (2, 0), 1: (3,)}
+    """
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for mesh_dim, placement in enumerate(layout):
+        if (dim := shard_dim(placement)) is not None:
+            order = shard_order(placement)
+            cuts.setdefault(dim, []).append((mesh_dim if order is None else order, mesh_dim))
+    return {dim: tuple(m for _, m in sorted(found)) for dim, found in cuts.items()}
+
+
 def reduce_op(placement: Placement) -> str | None:
     """The reduction that a partial placement waits for; ``None`` where there is none."""
     return placement.reduce_op if placement.is_partial() else None  # type: ignore[attr-defined]
@@ -172,12 +233,29 @@ def smallest_rank(*layouts: Layout) -> int:
 
 
 def normalize_dims(layout: Layout, ndim: int) -> Layout:
-    """The same layout with every shard dimension in ``range(ndim)``.
+    """The same layout with every shard dimension in ``range(ndim)``, and orders where needed.
 
     Raises:
-        PlacementMismatchError: a shard dimension that a tensor of ``ndim`` dimensions lacks.
+        PlacementMismatchError: a shard dimension that a tensor of ``ndim`` dimensions lacks;
+            orders of one dimension that are not 0, 1, … on all mesh dimensions that cut it.
     """
-    return tuple(_normalize(placement, ndim) for placement in layout)
+    layout = tuple(_normalize(placement, ndim) for placement in layout)
+    if all(shard_order(placement) is None for placement in layout):
+        return layout
+    found = list(layout)
+    for dim, mesh_dims in nests(layout).items():
+        orders = [shard_order(layout[m]) for m in mesh_dims]
+        if orders == [None] * len(orders):
+            continue
+        if orders != list(range(len(orders))):
+            raise PlacementMismatchError(
+                f"{layout_text(layout)}: number the cuts of dimension {dim} from 0, each number "
+                f"once and on every mesh dimension that cuts it"
+            )
+        if list(mesh_dims) == sorted(mesh_dims):
+            for m in mesh_dims:
+                found[m] = shard(dim)
+    return tuple(found)
 
 
 def _normalize(placement: Placement, ndim: int) -> Placement:
@@ -188,7 +266,7 @@ def _normalize(placement: Placement, ndim: int) -> Placement:
         raise PlacementMismatchError(
             f"S({dim}) shards a dimension that a tensor of {ndim} dimensions does not have"
         )
-    return placement if dim >= 0 else shard(dim + ndim)
+    return placement if dim >= 0 else shard(dim + ndim, shard_order(placement))
 
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:
@@ -210,19 +288,17 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of one rank's shard, and where it starts in the global tensor, per dimension.
 
-    Several mesh dimensions on one tensor dimension nest from left to right, as in DTensor;
-    uneven sizes follow ``torch.chunk``.
+    Several mesh dimensions on one tensor dimension nest from left to right, as in DTensor, or
+    in the order that the layout declares; uneven sizes follow ``torch.chunk``.
 
     >>> S = (shard(0), shard(0))
     >>> [local_shape_and_offset((5, 3), S, (2, 2), (i, j))[0][0] for i in (0, 1) for j in (0, 1)]
     [2, 1, 1, 1]
     """
     shape, offset = list(global_shape), [0] * len(global_shape)
-    for placement, n, index in zip(
-        normalize_dims(layout, len(shape)), mesh_sizes, coordinate, strict=True
-    ):
-        if (dim := shard_dim(placement)) is not None:
-            start, shape[dim] = chunk_bounds(shape[dim], n, index)
+    for dim, mesh_dims in nests(normalize_dims(layout, len(shape))).items():
+        for m in mesh_dims:
+            start, shape[dim] = chunk_bounds(shape[dim], mesh_sizes[m], coordinate[m])
             offset[dim] += start
     return tuple(shape), tuple(offset)
 

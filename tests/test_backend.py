@@ -472,3 +472,17 @@ def test_a_plan_that_was_applied_is_accepted(fake_world):
     backend = fb.backend(plan)
     torch.compile(model, backend=backend, fullgraph=True)(torch.randn(1, 2, WIDTH))
     assert names(backend) == [ALL]
+
+
+def test_a_reduction_dtype_holds_at_every_port(fake_world):
+    fake_world(4)
+    contracts = mlp_contracts(True)
+    contracts["layers.*.mlp"]["reduce_dtype"] = "float32"
+    backend = fb.backend()
+    run = torch.compile(split(Stack(1).bfloat16(), contracts), backend=backend, fullgraph=True)
+    y = train(run, torch.randn(1, 2, WIDTH, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    (text,) = [graph.text for graph in backend.graphs]
+    assert "grad tp: P: reduce_scatter(dim=1, float32, tp=4)" in text
+    assert "    reduce_scatter(dim=1, float32, tp=4)  |  grad tp: S(1)" in text
+    assert "grad tp: P: all_reduce(tp=4)" in text  # the norm's weight, whose contract is silent

@@ -224,7 +224,7 @@ def test_c09_a_partial_on_another_mesh_dimension_is_reduced_once():
     cut = fb.plan_transition(["R", "P"], ["S(1)", "P"], mesh, (4, 8))
     assert (cut.collectives, cut.bytes) == (0, 0)
     reduce = fb.plan_transition(["S(1)", "P"], ["S(1)", "R"], mesh, (4, 8))
-    assert [(step.kind, step.mesh_dim) for step in reduce.steps] == [("all_reduce", 1)]
+    assert [(step.kind, step.mesh_dims) for step in reduce.steps] == [("all_reduce", (1,))]
 
 
 # C16, pytorch#192000: waiting after a graph break.

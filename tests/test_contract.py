@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fxboundary as fb
@@ -205,3 +206,12 @@ class TestDefaultGradients:
         assert fb.Contract(**sides).output_layouts("output", ("tp",))[2] == (R,)
         declared = fb.Contract(**sides, out_grad={"tp": "P"})
         assert declared.output_layouts("output", ("tp",))[2] == (P,)
+
+
+def test_a_reduction_dtype_is_read_and_written():
+    contract = fb.Contract(reduce_dtype=torch.float32)
+    assert contract == fb.Contract(reduce_dtype="float32") == fb.Contract(reduce_dtype="float")
+    assert contract.to_dict() == {"reduce_dtype": "float32"}
+    for bad in ("int8", "flot32", "float8_e4m3fn", 32):
+        with pytest.raises(fb.ContractError, match="reduce_dtype: expected a floating-point dtype"):
+            fb.Contract(reduce_dtype=bad)

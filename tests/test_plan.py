@@ -137,16 +137,12 @@ class TestRefusals:
                 "in_dst.x: tp: P → P(max) has no meaning; reduce to R or S(dim) first",
             ),
             (
-                {"in_dst": {"x": {"tp": "P(min)"}}},
-                "in_dst.x: tp: R → P(min) has no meaning; reduce to R or S(dim) first",
+                {"in_src": {"x": {"tp": "P"}}, "in_dst": {"x": {"tp": "P(min)"}}},
+                "in_dst.x: tp: P → P(min) has no meaning; reduce to R or S(dim) first",
             ),
             (
                 {"out_src": {"tp": "P(max)"}, "out_dst": {"tp": "P"}},
                 "out_dst.output: tp: P(max) → P has no meaning; reduce to R or S(dim) first",
-            ),
-            (
-                {"params": {"w": {"tp": "S(0) -> P(product)"}}},
-                "params.w: tp: S(0) → P(product) has no meaning; reduce to R or S(dim) first",
             ),
             (
                 {"in_src": {"x": {"dp": "P(max)", "tp": "P"}}},

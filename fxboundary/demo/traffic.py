@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fxboundary.transition.planner import sent_bytes
-from fxboundary.transition.steps import Kind, Step
+from fxboundary.transition.cost import sent_bytes
+from fxboundary.transition.steps import Kind
 
 # What reaches a process group, from eager code and from compiled code alike: functional
 # collectives call these too. With each, the position of its input among its arguments.
@@ -77,7 +77,7 @@ def _count(nodes: list[Mapping[str, Any]], ranks: int) -> dict[str, Traffic]:
         kind, position = _OPERATORS[name]
         size = _bytes(node["inputs"]["shapes"][position], node["inputs"]["types"][position])
         before = found.get(kind, Traffic(0, 0))
-        sent = sent_bytes(Step(kind, 0), size, ranks)
+        sent = sent_bytes(kind, size, ranks)
         found[kind] = Traffic(before.count + 1, before.bytes + sent)
     return found
 

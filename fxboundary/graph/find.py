@@ -19,7 +19,7 @@ from fxboundary.placements import (
     shard_dims,
     smallest_rank,
 )
-from fxboundary.transition.transition import Transition, plan
+from fxboundary.transition.transition import Request, Transition, plan
 
 _TARGETS = (OP, OP.default)
 # What a frame calls the module it traces; a forward behind a decorator has it in *args.
@@ -84,14 +84,15 @@ def find_ports(gm: GraphModule) -> list[Port]:
 
 
 def _port(node: Node, gm: GraphModule) -> Port:
-    x, mesh, src, dst, grad, label = node.args[:6]
+    x, mesh, src, dst, grad, label, _, _, *reduce_dtype = node.args
     value, result = _value(x), _value(node)
     layouts = [parse_layout(str(text)) for text in (src, dst, grad)]
     ndim = value.dim() if value is not None else _rank_without_value(layouts)
     transition = None
     if ndim is not None:
         s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
-        transition = plan(s, d, g, named_spec(str(mesh)))
+        request = Request(reduce_dtype="".join(map(str, reduce_dtype)))
+        transition = plan(s, d, g, named_spec(str(mesh)), request)
     return Port(
         node,
         gm,

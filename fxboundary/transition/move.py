@@ -11,7 +11,13 @@ import torch
 
 from fxboundary._torch_internals import in_transform, is_plain_eager
 from fxboundary.mesh import LiveMesh
-from fxboundary.transition.execution import Calls, Site, eager_calls, functional_calls, run_steps
+from fxboundary.transition.execution import (
+    CallsByDims,
+    Site,
+    eager_calls,
+    functional_calls,
+    run_steps,
+)
 from fxboundary.transition.steps import Step
 from fxboundary.transition.transition import Transition, require_gradient
 
@@ -22,8 +28,8 @@ class Move:
 
     transition: Transition
     site: Site
-    functional: Sequence[Calls]
-    eager: Sequence[Calls]
+    functional: CallsByDims
+    eager: CallsByDims
     steps: tuple[Step, ...]
     adjoint_steps: tuple[Step, ...]
 

@@ -20,11 +20,11 @@ from fxboundary.placements import (
     placement_text,
     resolve_placements,
 )
-from fxboundary.transition.cost import seconds, step_bytes
-from fxboundary.transition.gradient import adjoint_layout
+from fxboundary.transition.cost import DEFAULT_MODEL, CostModel, cost, least_bytes, traffic
 from fxboundary.transition.move import bind, redistribute
+from fxboundary.transition.planner import Tensor
 from fxboundary.transition.steps import Step
-from fxboundary.transition.transition import Transition, plan, require_gradient
+from fxboundary.transition.transition import Request, Transition, plan, require_gradient
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,39 @@ class Program:
     steps: tuple[Step, ...]
     transition: Transition
     live: LiveMesh | None = None
+    model: CostModel = DEFAULT_MODEL
 
     @property
     def collectives(self) -> int:
         """How many collectives are launched."""
         return sum(step.is_collective for step in self.steps)
 
-    @cached_property
-    def _traffic(self) -> list[tuple[int, int]]:
-        coordinate = self.live.coordinate if self.live else (0,) * len(self.mesh.sizes)
-        local = local_shape(self.shape, self.src, self.mesh.sizes, coordinate)
-        return list(
-            step_bytes(
-                self.steps, local, self.dtype.itemsize, self.mesh.sizes, coordinate, self.shape
-            )
-        )
-
     @property
     def bytes(self) -> int:
         """Bytes this rank sends (without a live mesh: rank 0), by ring algorithms."""
-        return sum(sent for sent, _ in self._traffic)
+        coordinate = self.live.coordinate if self.live else (0,) * len(self.mesh.sizes)
+        size = self.dtype.itemsize
+        return sum(traffic(self.steps, self.src, self.shape, size, self.mesh.sizes, coordinate))
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that the busiest rank receives at least in any program, with even shards."""
+        return least_bytes(self.src, self.dst, self.shape, self.dtype.itemsize, self.mesh)
+
+    @cached_property
+    def _cost(self) -> tuple[float, int]:
+        size = self.dtype.itemsize
+        return cost(self.steps, self.src, self.shape, size, self.mesh, self.model)
 
     @property
     def cost(self) -> float:
-        """Seconds, by the latency-bandwidth model of :class:`LinkModel`."""
-        return seconds(self.steps, self._traffic)
+        """Seconds, by the latency-bandwidth model of :class:`CostModel`; alike on all ranks."""
+        return self._cost[0]
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes that running it needs at most, besides its input; alike on all ranks."""
+        return self._cost[1]
 
     @cached_property
     def backward(self) -> Program:
@@ -76,13 +84,10 @@ class Program:
             UnsupportedTransitionError: the transition has no gradient.
         """
         require_gradient(self.transition, "this program")
-        grad, src = self.transition.grad, adjoint_layout(self.src)
-        steps = self.transition.backward
-        # Planned anew for its own gradient's layout; its steps also undo averages.
-        reverse = replace(
-            plan(grad, src, None, self.mesh), forward=steps, backward=self.transition.forward
+        reverse = self.transition.reversed()
+        return replace(
+            self, src=reverse.src, dst=reverse.dst, steps=reverse.forward, transition=reverse
         )
-        return Program(grad, src, self.mesh, self.shape, self.dtype, steps, reverse, self.live)
 
     def run(self, local_tensor: torch.Tensor) -> torch.Tensor:
         """Change the layout of this rank's tensor; differentiable. All ranks of the mesh join.
@@ -156,12 +161,18 @@ def plan_transition(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
     grad: LayoutLike | None = None,
+    *,
+    model: CostModel = DEFAULT_MODEL,
+    memory_limit: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Program:
     """Plan one change of layout of a tensor of global ``shape``.
 
     ``src``, ``dst`` and ``grad`` (the layout in which the gradient arrives at ``dst``) are
     ``{"tp": "P"}`` or one placement per mesh dimension. The program of a ``DeviceMesh`` runs;
-    that of ``{"dp": 2, "tp": 4}`` is to be read.
+    that of ``{"dp": 2, "tp": 4}`` is to be read. ``model`` says what steps cost;
+    ``memory_limit`` is the most bytes that a direction may need besides its input;
+    ``reduce_dtype`` is the dtype in which sums are taken.
 
     Raises:
         ContractError: a layout that does not fit the mesh.
@@ -177,6 +188,8 @@ def plan_transition(
     ndim = len(shape)
     s, d = (normalize_dims(resolve_layout(x, spec.names), ndim) for x in (src, dst))
     g = None if grad is None else normalize_dims(resolve_layout(grad, spec.names), ndim)
-    transition = plan(s, d, g, spec)
+    reduce = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+    request = Request(Tensor(tuple(shape), dtype.itemsize), model, memory_limit, reduce)
+    transition = plan(s, d, g, spec, request)
     live = None if isinstance(mesh, (Mapping, MeshSpec)) else register_mesh(mesh)
-    return Program(s, d, spec, tuple(shape), dtype, transition.forward, transition, live)
+    return Program(s, d, spec, tuple(shape), dtype, transition.forward, transition, live, model)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from fxboundary.errors import UnsupportedTransitionError
 from fxboundary.mesh import MeshSpec
 from fxboundary.placements import Layout, layout_text, placement_text
+from fxboundary.transition.cost import DEFAULT_MODEL, CostModel
 from fxboundary.transition.gradient import (
     adjoint_layout,
     check_gradient,
@@ -16,8 +17,27 @@ from fxboundary.transition.gradient import (
     gradient_factor,
     is_differentiable,
 )
-from fxboundary.transition.planner import plan_steps
-from fxboundary.transition.steps import NEEDS_COORDINATE, Step
+from fxboundary.transition.planner import Tensor, plan_steps
+from fxboundary.transition.steps import NEEDS_COORDINATE, REDUCTIONS, Step
+
+
+@dataclass(frozen=True)
+class Request:
+    """What both directions of a transition are planned for."""
+
+    tensor: Tensor | None = None
+    model: CostModel = DEFAULT_MODEL
+    memory_limit: int | None = None
+    reduce_dtype: str = ""
+
+    def steps(self, src: Layout, dst: Layout, mesh: MeshSpec) -> tuple[Step, ...]:
+        found = plan_steps(src, dst, mesh, self.model, self.tensor, self.memory_limit)
+        if not self.reduce_dtype:
+            return found
+        return tuple(
+            replace(step, dtype=self.reduce_dtype) if step.kind in REDUCTIONS else step
+            for step in found
+        )
 
 
 @dataclass(frozen=True)
@@ -34,8 +54,36 @@ class Transition:
     grad: Layout
     mesh: MeshSpec
     forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    differentiable: bool
+    request: Request
+    known_backward: tuple[Step, ...] | None = None
+
+    @cached_property
+    def differentiable(self) -> bool:
+        return is_differentiable(self.src, self.dst)
+
+    @cached_property
+    def backward(self) -> tuple[Step, ...]:
+        """Planned when it is first asked for; empty where there is no gradient."""
+        if self.known_backward is not None:
+            return self.known_backward
+        if not self.differentiable:
+            return ()
+        steps = self.request.steps(self.grad, adjoint_layout(self.src), self.mesh)
+        factor = gradient_factor(self.src, self.dst, self.mesh.sizes)
+        return steps if factor == 1.0 else (*steps, Step("scale", (), factor=factor))
+
+    def reversed(self) -> Transition:
+        """The gradient's transition; its own gradient goes forward again."""
+        dst = adjoint_layout(self.src)
+        return Transition(
+            self.grad,
+            dst,
+            default_gradient(dst),
+            self.mesh,
+            self.backward,
+            self.request,
+            known_backward=self.forward,
+        )
 
     @cached_property
     def needs_coordinate(self) -> bool:
@@ -52,31 +100,30 @@ class Transition:
         return separator.join(parts) or "identity"
 
     def steps_text(self, steps: Sequence[Step]) -> str:
-        texts = [
-            step.text(self.mesh.names[step.mesh_dim], self.mesh.sizes[step.mesh_dim])
-            for step in steps
-        ]
+        texts = [step.text(self.mesh.names, self.mesh.sizes) for step in steps]
         return ", ".join(texts) or "nothing"
 
 
+PORT = Request()  # a port's program: the same for tensors of all shapes
+
+
 @cache
-def plan(src: Layout, dst: Layout, grad: Layout | None, mesh: MeshSpec) -> Transition:
+def plan(
+    src: Layout,
+    dst: Layout,
+    grad: Layout | None,
+    mesh: MeshSpec,
+    request: Request = PORT,
+) -> Transition:
     """Plan both directions of a transition; shard dimensions must be normalised.
 
     Raises:
-        UnsupportedTransitionError: the change has no meaning.
+        UnsupportedTransitionError: the change has no meaning, or needs more memory.
         ContractError: the gradient layout does not fit dst.
     """
     grad = default_gradient(dst) if grad is None else grad
     check_gradient(dst, grad, mesh.names)
-    forward = plan_steps(src, dst, mesh.sizes, mesh.names)
-    if not is_differentiable(src, dst):
-        return Transition(src, dst, grad, mesh, forward, (), differentiable=False)
-    backward = plan_steps(grad, adjoint_layout(src), mesh.sizes, mesh.names)
-    factor = gradient_factor(src, dst, mesh.sizes)
-    if factor != 1.0:
-        backward = (*backward, Step("scale", 0, factor=factor))
-    return Transition(src, dst, grad, mesh, forward, backward, differentiable=True)
+    return Transition(src, dst, grad, mesh, request.steps(src, dst, mesh), request)
 
 
 def require_gradient(transition: Transition, where: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxboundary as fb
-from fxboundary.transition.cost import LinkModel, seconds
+from fxboundary.transition.cost import CostModel, Link
 from fxboundary.transition.program import bytes_text
 
 MESH = {"dp": 2, "tp": 4}
@@ -39,19 +39,74 @@ def test_bytes_follow_the_shape_from_step_to_step():
     # (8, 16) float32 is 512 bytes: halved over dp, then all-reduced over tp
     program = fb.plan_transition(["R", "P"], ["S(1)", "R"], MESH, (8, 16))
     assert program.bytes == 2 * 3 * 256 // 4
-    # a shard of 64 bytes gathered over tp, then 256 gathered over dp
+    # a shard of 64 bytes gathered over all 8 ranks
     program = fb.plan_transition(["S(0)", "S(0)"], ["R", "R"], MESH, (8, 16))
-    assert program.bytes == 3 * 64 + 256
+    assert program.bytes == 7 * 64
     halved = fb.plan_transition(["S(0)", "S(0)"], ["R", "R"], MESH, (8, 16), torch.bfloat16)
     assert halved.bytes == program.bytes // 2
 
 
-def test_cost_is_latency_and_bytes_over_bandwidth():
-    program = fb.plan_transition(["R", "S(1)"], ["R", "R"], MESH, (64, 1024))
-    traffic = [(196608, 262144)]
-    assert program.cost == pytest.approx(seconds(program.steps, traffic))
-    link = LinkModel(latency=1.0, bandwidth=196608.0)
-    assert seconds(program.steps, traffic, link) == pytest.approx(2.0)
+def test_cost_is_latency_and_bytes_over_bandwidth_and_copies():
+    model = CostModel({"tp": Link(latency=1.0, bandwidth=196608.0)}, copy_bandwidth=262144.0)
+    program = fb.plan_transition(["R", "S(0)"], ["R", "R"], MESH, (64, 1024), model=model)
+    assert program.bytes == 196608
+    assert program.cost == pytest.approx(2.0)
+    # chunks that do not lie along dimension 0 are copied once more
+    program = fb.plan_transition(["R", "S(1)"], ["R", "R"], MESH, (64, 1024), model=model)
+    assert program.cost == pytest.approx(3.0)
+
+
+def test_several_mesh_dimensions_are_as_slow_as_the_slowest():
+    links = {"dp": Link(1.0, 1e9), "tp": Link(0.5, 100.0)}
+    model = CostModel(links, copy_bandwidth=1e30)
+    program = fb.plan_transition(["P", "P"], ["R", "R"], MESH, (8,), torch.int8, model=model)
+    assert program.transition.steps_text(program.steps) == "all_reduce(dp=2, tp=4)"
+    assert program.cost == pytest.approx(1.0 + 2 * 7 / 8 * 8 / 100)
+
+
+def test_links_inside_a_node_are_faster_by_default():
+    mesh = {"dp": 4, "tp": 8}
+    inside, across = (
+        fb.plan_transition({name: "S(0)"}, {}, mesh, (1 << 20,)).cost for name in ("tp", "dp")
+    )
+    assert across > 2 * inside
+
+
+def test_a_slow_dimension_is_crossed_with_less():
+    """Across nodes the shard is gathered before the fast dimension makes it larger."""
+    slow = CostModel({"dp": Link(1e-5, 1e9), "tp": Link(1e-5, 1e12)})
+    program = fb.plan_transition(["S(1)", "S(0)"], ["R", "R"], MESH, (4096, 4096), model=slow)
+    assert program.transition.steps_text(program.steps) == (
+        "all_gather(dim=1, dp=2), all_gather(dim=0, tp=4)"
+    )
+
+
+def test_a_link_is_fitted_to_measurements():
+    assert Link.fit([(0, 2.0), (100, 3.0), (200, 4.0)]) == Link(2.0, 100.0)
+    with pytest.raises(fb.ContractError, match="at least two sizes"):
+        Link.fit([(1, 1.0), (1, 2.0)])
+    with pytest.raises(fb.ContractError, match="do not grow"):
+        Link.fit([(1, 1.0), (2, 1.0)])
+
+
+def test_peak_memory_is_counted_and_can_be_limited():
+    # float32 (64, 64) is 16384 bytes whole, 2048 in eighths
+    mesh = {"a": 2, "b": 4}
+    src, dst = ["S(0)", "P"], ["R", "R"]
+    program = fb.plan_transition(src, dst, mesh, (64, 64))
+    assert program.transition.steps_text(program.steps) == ("pad(dim=0, a=2), all_reduce(a=2, b=4)")
+    assert program.peak_memory == 2 * 16384
+    leaner = fb.plan_transition(src, dst, mesh, (64, 64), memory_limit=24576)
+    assert leaner.transition.steps_text(leaner.steps) == (
+        "reduce_scatter(dim=0, b=4), all_gather(dim=0, a=2, b=4)"
+    )
+    assert leaner.peak_memory == 2048 + 16384
+    assert leaner.cost > program.cost
+    with pytest.raises(fb.UnsupportedTransitionError) as raised:
+        fb.plan_transition(src, dst, mesh, (64, 64), memory_limit=10000)
+    assert str(raised.value) == (
+        "no program from a: S(0), b: P to R needs at most 10000 bytes of memory"
+    )
 
 
 def test_text_shows_the_change_the_steps_and_the_bytes():

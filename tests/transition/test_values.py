@@ -1,7 +1,6 @@
 """Values and gradients of every transition on gloo ranks, against plain whole-tensor semantics.
 
-A case is a list ``(src, dst, grad, shape, dtype)`` on a mesh. The expected value is defined here
-anew: put the global tensor together from all ranks' locals, then cut it with ``torch.chunk``.
+A case is a list ``(src, dst, grad, shape, dtype)`` on a mesh.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from definition import assemble, cut, make_locals
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,64 +22,8 @@ MESHES: dict = {}
 
 def mesh_of(*sizes):
     if sizes not in MESHES:
-        MESHES[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        MESHES[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b", "c")[: len(sizes)])
     return MESHES[sizes]
-
-
-def chunk(tensor, n, index, dim):
-    chunks = torch.chunk(tensor, n, dim)
-    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
-
-
-def cut(whole, layout, sizes, coordinate):
-    """The shard at ``coordinate``; partial dimensions are left as they are."""
-    for placement, n, index in zip(layout, sizes, coordinate, strict=True):
-        if placement.is_shard():
-            whole = chunk(whole, n, index, placement.dim)
-    return whole
-
-
-REDUCE = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "product": lambda x: x.prod(0),
-}
-
-
-def assemble(locals_by_coordinate, layout, sizes):
-    """The global tensor: innermost mesh dimension first."""
-    if not sizes:
-        return locals_by_coordinate[()]
-    outer = [
-        assemble(
-            {c[1:]: t for c, t in locals_by_coordinate.items() if c[0] == i}, layout[1:], sizes[1:]
-        )
-        for i in range(sizes[0])
-    ]
-    if layout[0].is_shard():
-        return torch.cat(outer, layout[0].dim)
-    if layout[0].is_partial():
-        return REDUCE[layout[0].reduce_op](torch.stack(outer))
-    assert all(torch.equal(outer[0], other) for other in outer), "replicas differ"
-    return outer[0]
-
-
-def make_locals(layout, sizes, shape, dtype, seed):
-    """Every rank's local tensor, random but for what the layout says is equal.
-
-    Values are small integers: sums are exact in every dtype, and the order of sums cannot matter.
-    """
-    found = {}
-    for coordinate in itertools.product(*map(range, sizes)):
-        parts = [i for p, i in zip(layout, coordinate, strict=True) if p.is_partial()]
-        generator = torch.Generator().manual_seed(
-            seed * 100 + sum(10**k * i for k, i in enumerate(parts))
-        )
-        whole = torch.randint(-8, 9, shape, generator=generator).to(dtype)
-        found[coordinate] = cut(whole, layout, sizes, coordinate).contiguous()
-    return found
 
 
 def gathered(tensor, sizes):
@@ -117,10 +61,11 @@ def check_cases(sizes, cases):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [(y, gradient) for y, gradient, *_ in pending])
     for number, (_, _, s, d, g, inputs, arriving) in enumerate(pending):
+        shape = cases[number][3]
         what = f"case {cases[number]} on {sizes}"
         outputs = [answers[number] for answers in everyone]
         by_rank = dict(zip(inputs, outputs, strict=True))
-        check_forward({c: y for c, (y, _) in by_rank.items()}, inputs, s, d, sizes, me, what)
+        check_forward({c: y for c, (y, _) in by_rank.items()}, inputs, s, d, sizes, shape, me, what)
         if by_rank[me][1] is not None:
             check_backward(
                 {c: gradient for c, (_, gradient) in by_rank.items()},
@@ -129,15 +74,16 @@ def check_cases(sizes, cases):
                 d,
                 g,
                 sizes,
+                shape,
                 me,
                 what,
             )
     return len(cases)
 
 
-def check_forward(outputs, inputs, src, dst, sizes, me, what):
-    whole = assemble(inputs, src, sizes)
-    found = assemble(outputs, dst, sizes)
+def check_forward(outputs, inputs, src, dst, sizes, shape, me, what):
+    whole = assemble(inputs, src, sizes, shape)
+    found = assemble(outputs, dst, sizes, shape)
     assert torch.equal(found, whole), f"{what}: {found} is not {whole}"
     # Not only the whole: every shard has the shape that its layout gives.
     assert outputs[me].shape == cut(whole, dst, sizes, me).shape, what
@@ -145,10 +91,10 @@ def check_forward(outputs, inputs, src, dst, sizes, me, what):
     assert outputs[me].is_contiguous(), f"{what}: not contiguous"
 
 
-def check_backward(gradients, arriving, src, dst, grad, sizes, me, what):
+def check_backward(gradients, arriving, src, dst, grad, sizes, shape, me, what):
     """The value ``v`` of the source has gradient ``G``; a sum's terms have ``G`` each, an
     average's ``G / n``. What arrives at an average is a term's gradient: ``G`` is n times it."""
-    whole = assemble(arriving, grad, sizes)
+    whole = assemble(arriving, grad, sizes, shape)
     for placement, n in zip(dst, sizes, strict=True):
         whole = whole * n if placement.is_partial() and placement.reduce_op == "avg" else whole
     for placement, n in zip(src, sizes, strict=True):
@@ -210,6 +156,28 @@ def test_every_pair_on_two_mesh_dimensions(ranks4):
         *cases_for((7,), 2, torch.float64),
     ]
     assert ranks4.run(check_cases, (2, 2), cases, timeout=200)[0] == len(cases)
+
+
+ORDERED = (
+    "S(0)[1],S(0)[0]",
+    "S(1)[1],S(1)[0]",
+    "S(0),S(0)",
+    "S(0),R",
+    "R,S(0)",
+    "S(1),S(0)",
+    "R,R",
+)
+
+
+def test_shards_in_a_declared_order(ranks4):
+    layouts = (*ORDERED, "P,P", "P,S(0)")
+    cases = [
+        (src, dst, grad, shape, dtype)
+        for src, dst in itertools.product(layouts, repeat=2)
+        for grad in gradients_of(dst)
+        for shape, dtype in (((4, 8), torch.float64), ((5, 3), torch.float32))
+    ]
+    assert ranks4.run(check_cases, (2, 2), cases)[0] == len(cases)
 
 
 def test_averages_beside_shards_on_two_mesh_dimensions(ranks4):
@@ -417,7 +385,9 @@ def against_dtensor(sizes, shape):
         found = fb.plan_transition(src, dst, mesh, shape, torch.float64).run(local)
         if any(p.is_partial() for p in dst):
             # terms of a sum may be chosen otherwise; their sum may not
-            found, expected = (assemble(gathered(t, sizes), dst, sizes) for t in (found, expected))
+            found, expected = (
+                assemble(gathered(t, sizes), dst, sizes, shape) for t in (found, expected)
+            )
         assert torch.equal(found, expected), f"{src} → {dst}: {found} is not {expected}"
         compared += 1
     return compared
@@ -426,3 +396,63 @@ def against_dtensor(sizes, shape):
 def test_values_equal_dtensors(ranks4):
     assert min(ranks4.run(against_dtensor, (4,), (5, 4))) >= 13
     assert min(ranks4.run(against_dtensor, (2, 2), (4, 8))) >= 160
+
+
+def wide_reductions():
+    """Sums of bfloat16 taken in float32, forward and backward, and how many others differ."""
+    mesh = mesh_of(4)
+    terms = [
+        torch.randn(1000, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(4)
+    ]
+    term, rank = terms[dist.get_rank()], dist.get_rank()
+    expected = torch.stack(terms).float().sum(0).bfloat16()
+    shard = expected.chunk(4)[rank]
+
+    def program(dst, reduce_dtype, src="P", **grad):
+        return fb.plan_transition(
+            [src], [dst], mesh, (1000,), torch.bfloat16, reduce_dtype=reduce_dtype, **grad
+        )
+
+    x = term.clone().requires_grad_()
+    program("R", torch.float32, "R", grad=["P"]).run(x).backward(term)
+    narrow = (program("R", None).run(term) != expected).sum().item()
+    wide = torch.equal(program("R", torch.float32).run(term), expected)
+    wide_shard = torch.equal(program("S(0)", torch.float32).run(term), shard)
+    return narrow, wide, wide_shard, torch.equal(x.grad, expected)
+
+
+def test_sums_may_be_taken_in_a_wider_dtype(ranks4):
+    for narrow, *right in ranks4.run(wide_reductions):
+        assert narrow > 10
+        assert right == [True, True, True]
+
+
+def float8_moves():
+    mesh, rank = mesh_of(2, 2), dist.get_rank()
+    whole = torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn)
+    local = cut(whole, parse_layout("S(0),S(1)"), (2, 2), divmod(rank, 2)).contiguous()
+    found = []
+    for dst in ("R,R", "S(1),S(0)", "R,P", "S(0),R"):
+        program = fb.plan_transition(["S(0)", "S(1)"], dst.split(","), mesh, (4, 4), whole.dtype)
+        found.append((dst, program.run(local).float()))
+    try:
+        fb.plan_transition(["P", "R"], ["R", "R"], mesh, (4, 4), whole.dtype).run(whole)
+    except fb.PlacementMismatchError as error:
+        return found, str(error)
+
+
+def test_float8_moves_and_is_not_summed(ranks4):
+    whole = torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn).float()
+    for rank, (found, message) in enumerate(ranks4.run(float8_moves)):
+        for dst, value in found:
+            expected = cut(whole, parse_layout(dst), (2, 2), divmod(rank, 2))
+            if dst == "R,P":  # its own columns are this rank's term
+                columns = slice(2 * (rank % 2), 2 * (rank % 2) + 2)
+                expected = torch.zeros_like(whole)
+                expected[:, columns] = whole[:, columns]
+            assert torch.equal(value, expected), dst
+        assert message == (
+            "program: P(sum) of a float8_e4m3fn tensor; say in which dtype to reduce it "
+            "(reduce_dtype: float32)"
+        )
