@@ -14,7 +14,7 @@ import torch
 from fxboundary.binding import BoundInput, bind_inputs, output_indices
 from fxboundary.containers import item, replace_at, split_path, with_index, with_item
 from fxboundary.contract import OUTPUT, Contract
-from fxboundary.errors import ContractError, PlacementMismatchError
+from fxboundary.errors import ContractError, PlacementMismatchError, UnsupportedTransitionError
 from fxboundary.mesh import register_mesh
 from fxboundary.ops import PortOp
 from fxboundary.placements import (
@@ -23,6 +23,7 @@ from fxboundary.placements import (
     layout_text,
     normalize_dims,
     parse_placement,
+    shard_order,
 )
 
 if TYPE_CHECKING:
@@ -99,6 +100,12 @@ class RedistOp:
 
         if isinstance(tensor, DTensor):
             return tensor
+        if any(shard_order(p) is not None for p in (*self.src_placements, *self.dst_placements)):
+            raise UnsupportedTransitionError(
+                f"{self.arg_name}: DTensor cuts in the mesh's order; shards in a declared order, "
+                f"{layout_text(self.src_placements)} → {layout_text(self.dst_placements)}, need "
+                f"an execution_op"
+            )
         return DTensor.from_local(tensor, self.mesh, self.src_placements, run_check=False)
 
     def _local(self, tensor: Any) -> Any:

@@ -206,15 +206,31 @@ def shard_order(placement: Placement) -> int | None:
 def nests(layout: Layout) -> dict[int, tuple[int, ...]]:
     """Per tensor dimension, the mesh dimensions that cut it, outermost first.
 
-    >>> nests(parse_layout("S(0)[1],R,S(0)[0],S(1)"))
+    A number says which cut a shard is, or the last one where there are fewer; shards without a
+    number take the places that are left, in the mesh's order.
+
+    >>> nests(parse_layout("S(0)[1],R,S(0),S(1)[1]"))
     {0: (2, 0), 1: (3,)}
     """
-    cuts: dict[int, list[tuple[int, int]]] = {}
+    cuts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(layout):
         if (dim := shard_dim(placement)) is not None:
-            order = shard_order(placement)
-            cuts.setdefault(dim, []).append((mesh_dim if order is None else order, mesh_dim))
-    return {dim: tuple(m for _, m in sorted(found)) for dim, found in cuts.items()}
+            cuts.setdefault(dim, []).append(mesh_dim)
+    return {dim: _in_order(layout, found) for dim, found in cuts.items()}
+
+
+def _in_order(layout: Layout, mesh_dims: list[int]) -> tuple[int, ...]:
+    numbered = [(order, m) for m in mesh_dims if (order := shard_order(layout[m])) is not None]
+    if not numbered:
+        return tuple(mesh_dims)
+    places: dict[int, int] = {}
+    for order, m in sorted(numbered, reverse=True):
+        place = min(order, len(mesh_dims) - 1)
+        while place in places:
+            place -= 1
+        places[place] = m
+    rest = iter(m for m in mesh_dims if m not in places.values())
+    return tuple(places[i] if i in places else next(rest) for i in range(len(mesh_dims)))
 
 
 def reduce_op(placement: Placement) -> str | None:
@@ -237,24 +253,21 @@ def normalize_dims(layout: Layout, ndim: int) -> Layout:
 
     Raises:
         PlacementMismatchError: a shard dimension that a tensor of ``ndim`` dimensions lacks;
-            orders of one dimension that are not 0, 1, … on all mesh dimensions that cut it.
+            two cuts of one dimension with the same number.
     """
     layout = tuple(_normalize(placement, ndim) for placement in layout)
     if all(shard_order(placement) is None for placement in layout):
         return layout
     found = list(layout)
     for dim, mesh_dims in nests(layout).items():
-        orders = [shard_order(layout[m]) for m in mesh_dims]
-        if orders == [None] * len(orders):
-            continue
-        if orders != list(range(len(orders))):
+        orders = [k for m in mesh_dims if (k := shard_order(layout[m])) is not None]
+        if len(orders) > len(set(orders)):
             raise PlacementMismatchError(
-                f"{layout_text(layout)}: number the cuts of dimension {dim} from 0, each number "
-                f"once and on every mesh dimension that cuts it"
+                f"{layout_text(layout)}: two cuts of dimension {dim} have the same number"
             )
-        if list(mesh_dims) == sorted(mesh_dims):
-            for m in mesh_dims:
-                found[m] = shard(dim)
+        in_order = list(mesh_dims) == sorted(mesh_dims)
+        for place, m in enumerate(mesh_dims):
+            found[m] = shard(dim, None if in_order else place)
     return tuple(found)
 
 

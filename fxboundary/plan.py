@@ -16,6 +16,9 @@ from fxboundary.placements import (
     Layout,
     near,
     normalize_dims,
+    reduce_op,
+    replicate,
+    shard_dim,
     smallest_rank,
     unknown_mesh_dim,
 )
@@ -212,12 +215,34 @@ def _misfits(contract: Contract, spec: MeshSpec, *, merged: bool = False) -> lis
             stored, used = layout_pair(declared, spec.names)
             layouts = (stored, used, default_gradient(used))
             problems += _refusals(f"params.{name}", layouts, spec)
+        problems += _unequal_averages(contract, spec)
     for side, names in (("in", inputs), ("out", outputs)):
         for field in (f"{side}_grad", f"{side}_sizes") if names or merged else ():
             problems += [
                 f"{field}.{name}: the contract has no such port{near(name, names)}"
                 for name in getattr(contract, field) or {}
                 if name not in names
+            ]
+    return problems
+
+
+def _unequal_averages(contract: Contract, spec: MeshSpec) -> list[str]:
+    """Averages over a mesh dimension that cuts an input unequally: each rank would count alike."""
+    problems = []
+    for port, sizes in (contract.in_sizes or {}).items():
+        if port not in contract.input_names():
+            continue
+        _, inside, _ = contract.input_layouts(port, spec.names)
+        for name, n, placement in zip(spec.names, spec.sizes, inside, strict=True):
+            size = sizes.get(shard_dim(placement))
+            if size is None or size % n == 0:
+                continue
+            problems += [
+                f"{field}.{other}.{name}: P(avg) over shards of {port} that are unequal "
+                f"({size} over {name}={n}); make it P, and divide each rank's sum by {size}"
+                for field in ("out_src", "in_grad", "param_grad")
+                for other, layout in (getattr(contract, field) or {}).items()
+                if reduce_op(layout.get(name, replicate())) == "avg"
             ]
     return problems
 

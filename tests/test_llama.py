@@ -70,8 +70,9 @@ def data_parallel_contracts(sequence_parallel, how):
     contracts = llama_contracts(sequence_parallel)
     batch = {"input_ids": {"dp": "S(0)"}}
     root = {"in_src": batch, "in_dst": batch, "param_grad": {"**": {"dp": "P(avg)"}}}
-    if how == "sharded":
-        root["params"] = {"**": {"dp": "S(0) -> R"}}
+    if how != "replicated":
+        order = "[1]" if how == "sharded after tp" else ""
+        root["params"] = {"**": {"dp": f"S(0){order} -> R"}}
     return {"": root, **contracts}
 
 
@@ -86,7 +87,7 @@ def llama_with_data_parallel(sequence_parallel, how, compile_it):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("how", ["replicated", "sharded"])
+@pytest.mark.parametrize("how", ["replicated", "sharded", "sharded after tp"])
 def test_llama_on_a_mesh_with_data_parallel_equals_unsharded(ranks4, sequence_parallel, how):
     ranks4.run(llama_with_data_parallel, sequence_parallel, how, False)
 

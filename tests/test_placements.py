@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -182,3 +184,45 @@ def test_global_shape_undoes_even_sharding(local, dims):
     shape = global_shape(local, layout, sizes)
     for coordinate in itertools.product(*map(range, sizes)):
         assert local_shape_and_offset(shape, layout, sizes, coordinate)[0] == tuple(local)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("S(0)[1],S(0)[0]", "S(0)[1],S(0)[0]"),
+        ("S(0)[1],S(0)", "S(0)[1],S(0)[0]"),
+        ("S(-2)[1],S(0)", "S(0)[1],S(0)[0]"),
+        ("S(0),S(0)[0]", "S(0)[1],S(0)[0]"),
+        ("S(0)[0],S(0)[1]", "S(0),S(0)"),
+        ("S(0)[1],S(1)[1]", "S(0),S(1)"),
+        ("S(0)[7],S(0)", "S(0)[1],S(0)[0]"),
+        ("S(0)[2],S(0),S(0)[0]", "S(0)[2],S(0)[1],S(0)[0]"),
+    ],
+)
+def test_cuts_have_a_canonical_order(layout, expected):
+    assert layout_text(normalize_dims(parse_layout(layout), 2)) == expected
+
+
+def test_two_cuts_with_one_number_are_refused():
+    with pytest.raises(fb.PlacementMismatchError, match="two cuts of dimension 0 have the same"):
+        normalize_dims(parse_layout("S(0)[1],S(0)[1]"), 2)
+
+
+def test_ordered_shards_cut_in_their_order():
+    layout, sizes = parse_layout("S(0)[1],S(0)[0]"), (2, 2)
+    offsets = [
+        local_shape_and_offset((5, 3), layout, sizes, (i, j)) for i in (0, 1) for j in (0, 1)
+    ]
+    assert offsets == [((2, 3), (0, 0)), ((1, 3), (3, 0)), ((1, 3), (2, 0)), ((1, 3), (4, 0))]
+
+
+def test_an_ordered_shard_is_another_placement_and_survives_copies():
+    ordered = fb.parse_placement("S(0)[1]")
+    assert ordered != Shard(0)
+    assert Shard(0) != ordered
+    assert ordered == fb.parse_placement("shard(0)[1]")
+    assert placement_text(ordered) == "S(0)[1]"
+    assert pickle.loads(pickle.dumps(ordered)) == copy.deepcopy(ordered) == ordered
+    for bad in ("R[0]", "P[1]", "S(0)[]", "S(0)[-1]"):
+        with pytest.raises(fb.ContractError, match="cannot parse"):
+            fb.parse_placement(bad)

@@ -318,3 +318,22 @@ class TestFiles:
     def test_a_path_to_no_file_is_no_text(self, tmp_path):
         with pytest.raises(FileNotFoundError):
             fb.Plan.from_yaml(str(tmp_path / "absent.yaml"))
+
+
+def test_averages_of_unequal_shards_are_refused():
+    """Case C13, pytorch#162692: an average of averages."""
+    contract = {
+        "in_src": {"x": {"tp": "S(0)"}},
+        "in_dst": {"x": {"tp": "S(0)"}},
+        "out_src": {"tp": "P(avg)"},
+        "out_dst": {"tp": "R"},
+    }
+    for size in (3, 5):
+        (problem,) = problems_of(
+            fb.Plan, {"tp": 2}, {"pool": {**contract, "in_sizes": {"x": {0: size}}}}
+        )
+        assert problem == (
+            f"pool.out_src.output.tp: P(avg) over shards of x that are unequal ({size} over tp=2); "
+            f"make it P, and divide each rank's sum by {size}"
+        )
+    fb.Plan({"tp": 2}, {"pool": {**contract, "in_sizes": {"x": {0: 4}}}})
