@@ -33,7 +33,8 @@ from fxboundary.placements import (
     shard_order,
 )
 from fxboundary.plan import Plan
-from fxboundary.transition.cost import traffic
+from fxboundary.transition.cost import DEFAULT_MODEL, cost, least_bytes, traffic
+from fxboundary.transition.gradient import adjoint_layout
 from fxboundary.transition.program import bytes_text
 from fxboundary.transition.steps import Step
 from fxboundary.transition.transition import plan as plan_layouts
@@ -71,11 +72,17 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """One direction of a port. ``sent`` are a rank's bytes, or a fraction of the whole tensor."""
+    """One direction of a port.
+
+    ``sent`` are a rank's bytes, ``least`` those that the busiest rank receives in any program;
+    both may be fractions of the whole tensor. ``seconds`` are the cost model's.
+    """
 
     steps: str
     collectives: int
     sent: int | Fraction | None
+    least: int | Fraction | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,21 +198,28 @@ def _ways(layouts: Layouts, spec: MeshSpec, tensors: Tensors | None) -> tuple[Wa
     src, dst, grad = (normalize_dims(layout, ndim) for layout in layouts)
     transition = plan_layouts(src, dst, grad, spec)
 
-    def way(steps: tuple[Step, ...], layout: Layout, seen: Shape | None) -> Way:
+    def way(steps: tuple[Step, ...], start: Layout, goal: Layout, seen: Shape | None) -> Way:
         collectives = sum(step.is_collective for step in steps)
         # A dimension counted from the right stays so, where the rank is not known.
         shown = [_from_right(s, ndim) for s in steps] if from_right and tensors is None else steps
-        return Way(
-            transition.steps_text(shown),
-            collectives,
-            _sent(steps, layout, spec, seen, tensors, ndim),
-        )
+        first = (0,) * len(spec.sizes)
+        whole, itemsize = (prod(spec.sizes) ** 2,) * ndim, 1  # divisible however it is cut
+        if seen is not None and tensors is not None:
+            whole, itemsize = global_shape(seen, start, spec.sizes), tensors.dtype.itemsize
+        sent = sum(traffic(steps, start, whole, itemsize, spec.sizes, first))
+        least = least_bytes(start, goal, whole, itemsize, spec)
+        text = transition.steps_text(shown)
+        if tensors is None:
+            elements = prod(whole)
+            return Way(text, collectives, Fraction(sent, elements), Fraction(least, elements))
+        seconds, _ = cost(steps, start, whole, itemsize, spec, DEFAULT_MODEL)
+        return Way(text, collectives, sent, least, seconds)
 
     before, after = (tensors.before, tensors.after) if tensors is not None else (None, None)
-    backward = way(transition.backward, grad, after)
+    backward = way(transition.backward, grad, adjoint_layout(src), after)
     if not transition.differentiable:
-        backward = replace(backward, steps="no gradient")
-    return way(transition.forward, src, before), backward
+        backward = Way("no gradient", 0, None)
+    return way(transition.forward, src, dst, before), backward
 
 
 def _from_right(step: Step, ndim: int) -> Step:
@@ -216,22 +230,6 @@ def _from_right(step: Step, ndim: int) -> Step:
 
     dim, to_dim = (None if d is None else d - ndim for d in (step.dim, step.to_dim))
     return replace(step, dim=dim, to_dim=to_dim, src=moved(step.src), dst=moved(step.dst))
-
-
-def _sent(
-    steps: tuple[Step, ...],
-    layout: Layout,
-    spec: MeshSpec,
-    local: Shape | None,
-    tensors: Tensors | None,
-    ndim: int,
-) -> int | Fraction:
-    first = (0,) * len(spec.sizes)
-    if local is not None and tensors is not None:
-        shape = global_shape(local, layout, spec.sizes)
-        return sum(traffic(steps, layout, shape, tensors.dtype.itemsize, spec.sizes, first))
-    whole = (prod(spec.sizes) ** 2,) * ndim  # divisible however it is cut
-    return Fraction(sum(traffic(steps, layout, whole, 1, spec.sizes, first)), prod(whole))
 
 
 def _merged(rows: list[Row]) -> list[Row]:
@@ -265,13 +263,24 @@ def _table(rows: list[Row], title: str) -> Table:
     table.add_column("layout", overflow="fold")
     table.add_column("→ forward, ← backward", overflow="fold")
     table.add_column("sent", justify="right", no_wrap=True)
+    above = _above_least(rows)
+    if above:
+        table.add_column("at least", justify="right", no_wrap=True)
+    if any(row.tensors is not None for row in rows):
+        table.add_column("time", justify="right", no_wrap=True)
     for module, group in groupby(rows, key=lambda row: row.module):
         table.add_row(f"[bold]{_escape(module) or '<root>'}[/bold]")
         for row in group:
-            _add(table, row)
+            _add(table, row, above)
         table.add_section()
-    _add_totals(table, rows)
+    _add_totals(table, rows, above)
     return table
+
+
+def _above_least(rows: list[Row]) -> bool:
+    """Whether some program sends more than the least that any could."""
+    ways = [way for row in rows for way in (row.forward, row.backward) if way.collectives]
+    return any((way.sent or 0) > (way.least or 0) for way in ways)
 
 
 def _escape(text: str) -> str:
@@ -280,28 +289,36 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: Row, above: bool) -> None:
     """Two lines: the port's way forward, and its gradient's way back."""
     name = f"  [cyan]{_escape(row.port)}[/cyan]" + (f" × {row.count}" if row.count > 1 else "")
     shapes = "" if row.tensors is None else f"  [dim]{_escape(str(row.tensors))}[/dim]"
-    table.add_row(name, row.layouts, f"→ {row.forward.steps}", _sent_text(row.forward))
+    table.add_row(name, row.layouts, f"→ {row.forward.steps}", *_numbers(row.forward, above))
     table.add_row(
         shapes,
         f"[dim]grad[/dim] {row.gradient}",
         f"← {row.backward.steps}",
-        _sent_text(row.backward),
+        *_numbers(row.backward, above),
     )
 
 
-def _sent_text(way: Way) -> str:
+def _numbers(way: Way, above: bool) -> list[str]:
     if not way.collectives:
-        return ""
-    if isinstance(way.sent, int):
-        return bytes_text(way.sent)
-    return f"{way.sent} tensor"
+        return []
+    least = [_size_text(way.least)] if above else []
+    time = [] if way.seconds is None else [_time_text(way.seconds)]
+    return [_size_text(way.sent), *least, *time]
 
 
-def _add_totals(table: Table, rows: list[Row]) -> None:
+def _size_text(size: int | Fraction | None) -> str:
+    return bytes_text(size) if isinstance(size, int) else f"{size} tensor"
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _add_totals(table: Table, rows: list[Row], above: bool) -> None:
     held = sum(r.tensors.stored[0] * r.count for r in rows if r.tensors is not None)
     full = sum(r.tensors.stored[1] * r.count for r in rows if r.tensors is not None)
     ways = {"→": [row.forward for row in rows], "←": [row.backward for row in rows]}
@@ -312,9 +329,12 @@ def _add_totals(table: Table, rows: list[Row]) -> None:
         count = sum(w.collectives * row.count for w, row in pairs)
         sent = [w.sent * row.count for w, row in pairs if isinstance(w.sent, int)]
         known = all(isinstance(w.sent, int) for w in way if w.collectives)
-        table.add_row(
-            label, "", f"{arrow} {_plural(count)}", bytes_text(sum(sent)) if known else ""
-        )
+        numbers = [bytes_text(sum(sent))] if known else []
+        if known and sent:
+            least = sum(int(w.least or 0) * row.count for w, row in pairs)
+            numbers += [bytes_text(least)] if above else []
+            numbers.append(_time_text(sum((w.seconds or 0) * row.count for w, row in pairs)))
+        table.add_row(label, "", f"{arrow} {_plural(count)}", *numbers)
 
 
 def _plural(count: int) -> str:
@@ -323,9 +343,16 @@ def _plural(count: int) -> str:
 
 def _legend(rows: list[Row], model: str | None) -> str:
     text = "grad: the layout in which the gradient arrives. sent: by one rank, ring algorithms"
+    bound = "at least: by the busiest rank in any program." if _above_least(rows) else ""
+    bound = bound or "No program sends less."
     if model is None:
-        return f"{text}, as a part of the whole tensor. Collectives: of one matching module."
-    text += "; shapes are rank 0's, before → after the port."
+        return (
+            f"{text}, as a part of the whole tensor. {bound} Collectives: of one matching module."
+        )
+    text += (
+        f". {bound} time: by the cost model, links inside and across nodes of 8. Shapes are rank "
+        f"0's, before → after the port."
+    )
     if any(row.forward.collectives and not isinstance(row.forward.sent, int) for row in rows):
         text += (
             " Where the factory returns no example inputs, or a port did not run, bytes are a "

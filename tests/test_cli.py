@@ -115,7 +115,7 @@ plan.yaml on dp=2,tp=4
                                      ← 4 collectives
  ─────────────────────────────────────────────────────────────────────────────
 grad: the layout in which the gradient arrives. sent: by one rank, ring algorithms, as a
-part of the whole tensor. Collectives: of one matching module.""",
+part of the whole tensor. No program sends less. Collectives: of one matching module.""",
     )
 
 
@@ -126,38 +126,42 @@ def test_explain_with_a_model_shows_shapes_bytes_and_merged_layers(run):
         out,
         """\
 plan.yaml on tp=2
- ──────────────────────────────────────────────────────────────────────────────────────
- port                             layout         → forward, ← backward             sent
- ──────────────────────────────────────────────────────────────────────────────────────
+ ──────────────────────────────────────────────────────────────────────────────────────────
+ port                           layout         → forward, ← backward            sent   time
+ ──────────────────────────────────────────────────────────────────────────────────────────
  layers.0
-   in.x                           tp: R→S(1)     → slice(dim=1, tp=2)
-   f32[2, 8, 8] → [2, 4, 8]       grad tp: S(1)  ← all_gather(dim=1, tp=2)        256 B
- ──────────────────────────────────────────────────────────────────────────────────────
+   in.x                         tp: R→S(1)     → slice(dim=1, tp=2)
+   f32[2, 8, 8] → [2, 4, 8]     grad tp: S(1)  ← all_gather(dim=1, tp=2)       256 B  10 µs
+ ──────────────────────────────────────────────────────────────────────────────────────────
  layers.*.norm
-   in.x × 2                       tp: S(1)       → nothing
-                                  grad tp: S(1)  ← nothing
-   param.weight × 2               R              → nothing
-   f32[8]                         grad tp: P     ← all_reduce(tp=2)                32 B
- ──────────────────────────────────────────────────────────────────────────────────────
+   in.x × 2                     tp: S(1)       → nothing
+                                grad tp: S(1)  ← nothing
+   param.weight × 2             R              → nothing
+   f32[8]                       grad tp: P     ← all_reduce(tp=2)               32 B  10 µs
+ ──────────────────────────────────────────────────────────────────────────────────────────
  layers.*.mlp
-   in.x × 2                       tp: S(1)→R     → all_gather(dim=1, tp=2)        256 B
-   f32[2, 4, 8] → [2, 8, 8]       grad tp: P     ← reduce_scatter(dim=1, tp=2)    256 B
-   out × 2                        tp: P→S(1)     → reduce_scatter(dim=1, tp=2)    256 B
-   f32[2, 8, 8] → [2, 4, 8]       grad tp: S(1)  ← all_gather(dim=1, tp=2)        256 B
-   param.up.weight × 2            tp: S(0)       → nothing
-   f32[8, 8]                      grad tp: S(0)  ← nothing
-   param.up.bias × 2              tp: S(0)       → nothing
-   f32[8]                         grad tp: S(0)  ← nothing
-   param.down.weight × 2          tp: S(1)       → nothing
-   f32[8, 8]                      grad tp: S(1)  ← nothing
-   param.down.bias × 2            tp: R→P        → keep_first(tp=2)
-   f32[8]                         grad R         ← nothing
- ──────────────────────────────────────────────────────────────────────────────────────
- total                                           → 4 collectives                1.0 KiB
-   parameters 1.2 KiB of 2.2 KiB                 ← 7 collectives                1.3 KiB
- ──────────────────────────────────────────────────────────────────────────────────────
-grad: the layout in which the gradient arrives. sent: by one rank, ring algorithms; shapes
-are rank 0's, before → after the port.""",
+   in.x × 2                     tp: S(1)→R     → all_gather(dim=1, tp=2)       256 B  10 µs
+   f32[2, 4, 8] → [2, 8, 8]     grad tp: P     ← reduce_scatter(dim=1,         256 B  10 µs
+                                               tp=2)
+   out × 2                      tp: P→S(1)     → reduce_scatter(dim=1,         256 B  10 µs
+                                               tp=2)
+   f32[2, 8, 8] → [2, 4, 8]     grad tp: S(1)  ← all_gather(dim=1, tp=2)       256 B  10 µs
+   param.up.weight × 2          tp: S(0)       → nothing
+   f32[8, 8]                    grad tp: S(0)  ← nothing
+   param.up.bias × 2            tp: S(0)       → nothing
+   f32[8]                       grad tp: S(0)  ← nothing
+   param.down.weight × 2        tp: S(1)       → nothing
+   f32[8, 8]                    grad tp: S(1)  ← nothing
+   param.down.bias × 2          tp: R→P        → keep_first(tp=2)
+   f32[8]                       grad R         ← nothing
+ ──────────────────────────────────────────────────────────────────────────────────────────
+ total                                         → 4 collectives               1.0 KiB  40 µs
+   parameters 1.2 KiB of 2.2                   ← 7 collectives               1.3 KiB  70 µs
+ KiB
+ ──────────────────────────────────────────────────────────────────────────────────────────
+grad: the layout in which the gradient arrives. sent: by one rank, ring algorithms. No
+program sends less. time: by the cost model, links inside and across nodes of 8. Shapes are
+rank 0's, before → after the port.""",
     )
     assert not dist.is_initialized()
 
