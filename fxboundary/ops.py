@@ -48,7 +48,9 @@ def _implementation(
     sizes: str,
     reduce_dtype: str = "",
 ) -> torch.Tensor:
-    arguments = (src, dst, grad, port, tuple(coordinate), sizes, reduce_dtype)
+    # A capture with dynamic sizes makes symbols of all numbers; the steps need this one.
+    at = tuple(int(index) for index in coordinate)
+    arguments = (src, dst, grad, port, at, sizes, reduce_dtype)
     move = _move(live_mesh(mesh), *arguments, x.dim())
     return redistribute(x, move)
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxboundary as fb
 from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, source_identity
+from fxboundary.placements import local_shape_and_offset, parse_layout
 
 BLOCK = ["norm:param.weight", "mlp:in.x", "mlp.down:param.bias", "mlp:out"]
 ALL = [f"layers.{i}.{port}" for i in (0, 1) for port in BLOCK]
@@ -486,3 +487,59 @@ def test_a_reduction_dtype_holds_at_every_port(fake_world):
     assert "grad tp: P: reduce_scatter(dim=1, float32, tp=4)" in text
     assert "    reduce_scatter(dim=1, float32, tp=4)  |  grad tp: S(1)" in text
     assert "grad tp: P: all_reduce(tp=4)" in text  # the norm's weight, whose contract is silent
+
+
+class Relayouts(nn.Module):
+    """Scales a tensor that arrives and leaves in layouts over two mesh dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+TWO_DIMENSIONS = [
+    ("S(0),S(1)", "S(1),S(0)"),  # one permutation
+    ("S(0),S(0)", "R,S(0)"),
+    ("S(0)[1],S(0)", "S(0),S(0)"),
+    ("S(0)[1],S(0)", "S(1),R"),
+    ("S(0),S(0)", "S(1),S(1)"),  # flattened all_to_all
+    ("S(1),S(1)", "R,R"),  # flattened all_gather
+]
+
+
+def compiled_relayouts(src, dst, dynamic):
+    mesh = mesh_of(dp=2, tp=2)
+    names, me = ("dp", "tp"), tuple(mesh.get_coordinate())
+    layouts = [dict(zip(names, text.split(","), strict=True)) for text in (src, dst)]
+    model = Relayouts()
+    contract = {"in_src": {"x": layouts[0]}, "in_dst": {"x": layouts[1]}}
+    contract |= {"out_src": layouts[1], "out_dst": layouts[0]}
+    fb.apply(model, fb.Plan(mesh, {"": contract}))
+    backend = fb.backend()
+    run = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (8, 16, 32) if dynamic else (8,):
+        whole = torch.arange(24.0 * rows, dtype=torch.float64).reshape(rows, 24)
+        shape, offset = local_shape_and_offset(whole.shape, parse_layout(src), (2, 2), me)
+        local = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        x = local.clone().requires_grad_()
+        y = run(x)
+        y.backward(local)
+        assert_close(y, 2 * local, f"{rows} rows", 1e-15)
+        assert_close(x.grad, 2 * local, f"gradient, {rows} rows", 1e-15)
+    return len(backend.graphs)
+
+
+@pytest.mark.parametrize(("src", "dst"), TWO_DIMENSIONS)
+def test_compiled_ports_over_two_mesh_dimensions(ranks4, src, dst):
+    assert ranks4.run(compiled_relayouts, src, dst, False) == [1] * 4
+
+
+def test_relayouts_of_dynamic_sizes_are_one_graph(ranks4):
+    assert ranks4.run(compiled_relayouts, "S(0),S(1)", "S(1),S(0)", True) == [1] * 4
+
+
+def test_cuts_of_dynamic_sizes_are_one_graph(ranks4):
+    assert ranks4.run(compiled_relayouts, "R,R", "S(0),S(1)", True) == [1] * 4
