@@ -48,6 +48,14 @@ def ranks4(compile_cache: str) -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def ranks8(compile_cache: str) -> Iterator[Ranks]:
+    """Eight gloo ranks, started by the first ``ranks8.run(function, ...)``."""
+    pool = Ranks(8, compile_cache)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def fake_world() -> Iterator[Callable[..., None]]:
     """``fake_world(4)``: a fake process group of 4 ranks until the test ends, this one rank 0.

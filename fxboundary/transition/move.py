@@ -11,46 +11,42 @@ import torch
 
 from fxboundary._torch_internals import in_transform, is_plain_eager
 from fxboundary.mesh import LiveMesh
-from fxboundary.transition.execution import (
-    CallsByDims,
+from fxboundary.transition.execution import run_steps
+from fxboundary.transition.site import (
+    BoundStep,
     Site,
+    bind_steps,
     eager_calls,
     functional_calls,
-    run_steps,
 )
-from fxboundary.transition.steps import Step
 from fxboundary.transition.transition import Transition, require_gradient
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """A transition bound to a mesh and a port: what runs, forward or backward."""
+    """A transition bound to a mesh and a port: what runs, forward or backward.
+
+    ``functional`` steps are understood by every capture; ``eager`` ones go through the process
+    groups, for plain tensors that nothing watches.
+    """
 
     transition: Transition
-    site: Site
-    functional: CallsByDims
-    eager: CallsByDims
-    steps: tuple[Step, ...]
-    adjoint_steps: tuple[Step, ...]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Through functional collectives, which every capture understands."""
-        return run_steps(self.steps, x, self.site, self.functional)
-
-    def run_eager(self, x: torch.Tensor) -> torch.Tensor:
-        """Through the process groups; for plain tensors that nothing watches."""
-        return run_steps(self.steps, x, self.site, self.eager)
+    port: str
+    functional: tuple[BoundStep, ...]
+    eager: tuple[BoundStep, ...]
+    adjoint_functional: tuple[BoundStep, ...]
+    adjoint_eager: tuple[BoundStep, ...]
 
     @cached_property
     def adjoint(self) -> Move:
         """The backward of this move; its own backward is this move again."""
         return Move(
             self.transition,
-            self.site,
+            self.port,
+            self.adjoint_functional,
+            self.adjoint_eager,
             self.functional,
             self.eager,
-            self.adjoint_steps,
-            self.steps,
         )
 
 
@@ -63,13 +59,14 @@ def bind(
 ) -> Move:
     """Bind a transition to the groups of a mesh; ``sizes`` are declared global sizes by dim."""
     site = Site(mesh, tuple(coordinate), dict(sizes or {}), port)
+    functional, eager = functional_calls(mesh), eager_calls(mesh)
     return Move(
         transition,
-        site,
-        functional_calls(mesh),
-        eager_calls(mesh),
-        transition.forward,
-        transition.backward,
+        port,
+        bind_steps(transition.forward, site, functional),
+        bind_steps(transition.forward, site, eager),
+        bind_steps(transition.backward, site, functional),
+        bind_steps(transition.backward, site, eager),
     )
 
 
@@ -106,7 +103,7 @@ class _TransformedRedistribute(_Redistribute):
 
 
 def _run(x: torch.Tensor, move: Move) -> torch.Tensor:
-    return move.run_eager(x) if is_plain_eager(x) else move.run(x)
+    return run_steps(move.eager if is_plain_eager(x) else move.functional, x)
 
 
 def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
@@ -115,6 +112,6 @@ def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
         return _run(x, move)
     if not move.transition.differentiable:
-        require_gradient(move.transition, move.site.port)
+        require_gradient(move.transition, move.port)
     function = _TransformedRedistribute if transformed else _Redistribute
     return function.apply(x, move)  # type: ignore[no-any-return]

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from fxboundary.mesh import LiveMesh, MeshSpec, group_dims
-from fxboundary.transition.execution import Site, run_steps
+from fxboundary.transition.execution import run_steps
+from fxboundary.transition.site import Site, bind_steps
 
 
 class Board:
@@ -89,7 +90,7 @@ def run_everywhere(steps, locals_by_coordinate, spec: MeshSpec, shape):
         mesh = LiveMesh(str(spec), spec, None, {}, coordinate, native_avg=True)
         site = Site(mesh, coordinate, dict(enumerate(shape)), "simulated")
         try:
-            return run_steps(steps, locals_by_coordinate[coordinate], site, calls)
+            return run_steps(bind_steps(steps, site, calls), locals_by_coordinate[coordinate])
         except BaseException:
             board.abort()
             raise

@@ -6,7 +6,9 @@ A case is a list ``(src, dst, grad, shape, dtype)`` on a mesh.
 from __future__ import annotations
 
 import itertools
+import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from definition import assemble, cut, make_locals
@@ -178,6 +180,34 @@ def test_shards_in_a_declared_order(ranks4):
         for shape, dtype in (((4, 8), torch.float64), ((5, 3), torch.float32))
     ]
     assert ranks4.run(check_cases, (2, 2), cases)[0] == len(cases)
+
+
+def sampled(mesh_ndim, count):
+    """Transitions drawn at random: any layouts, cuts of one dimension in any order."""
+    draw = random.Random(mesh_ndim)
+    shapes = [(8, 16), (5, 3), (16,), (7,), (4, 1, 6), (0, 4), (3, 9, 2)]
+
+    def layout(ndim):
+        options = ["R", "P", *(f"S({dim})" for dim in range(ndim))]
+        found = draw.choices(options, k=mesh_ndim)
+        for dim in range(ndim):
+            members = [m for m, text in enumerate(found) if text == f"S({dim})"]
+            for m, place in zip(
+                members, draw.sample(range(len(members)), len(members)), strict=True
+            ):
+                found[m] = f"S({dim})[{place}]"
+        return ",".join(found)
+
+    for _ in range(count):
+        shape = draw.choice(shapes)
+        src, dst = layout(len(shape)), layout(len(shape))
+        yield src, dst, draw.choice(gradients_of(dst)), shape, torch.float64
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)])
+def test_sampled_transitions_on_eight_ranks(ranks8, sizes):
+    cases = list(sampled(len(sizes), 150))
+    assert ranks8.run(check_cases, sizes, cases, timeout=240) == [len(cases)] * 8
 
 
 def test_averages_beside_shards_on_two_mesh_dimensions(ranks4):
