@@ -18,9 +18,11 @@ from fxboundary.errors import (
     UnsupportedTransitionError,
 )
 from fxboundary.graph.render import render
+from fxboundary.norms import clip_grad_norm_
 from fxboundary.placements import parse_placement, resolve_placements
 from fxboundary.plan import Plan
 from fxboundary.state import full_state_dict, load_full_state_dict
+from fxboundary.transition.cost import CostModel, Link
 from fxboundary.transition.program import plan_transition
 
 __all__ = [
@@ -28,9 +30,11 @@ __all__ = [
     "BoundaryOpLowerer",
     "Contract",
     "ContractError",
+    "CostModel",
     "FxBoundaryError",
     "FxBoundaryWarning",
     "Handle",
+    "Link",
     "PlacementMismatchError",
     "Plan",
     "PrecompiledBoundary",
@@ -39,6 +43,7 @@ __all__ = [
     "UnsupportedTransitionError",
     "apply",
     "backend",
+    "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
     "parse_placement",

@@ -18,16 +18,16 @@ import torch
 import torch.nn as nn
 
 from fxboundary.binding import bind_inputs
-from fxboundary.boundary import PrecompiledBoundary
+from fxboundary.boundary import PrecompiledBoundary, is_dtensor
 from fxboundary.bypasses import bypass_problems, without_fast_path
 from fxboundary.contract import Contract
-from fxboundary.errors import ContractError
+from fxboundary.errors import ContractError, FxBoundaryError
 from fxboundary.mesh import LiveMesh
 from fxboundary.ops import PortOp
 from fxboundary.params import ParamPort, resolve_params
 from fxboundary.placements import near, shard_dim
 from fxboundary.plan import Plan
-from fxboundary.state import BOUND, change_params, gather_tensor, shard_tensor
+from fxboundary.state import BOUND, change_params, gather_tensor, shard_tensor, stored_param
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Handle:
         found = {}
         for module, _ in self._classes:
             for port in getattr(type(module), BOUND).params:
-                param = module._parameters.get(port.name)
-                if param is not None and port.is_sharded and self._params:
+                if port.is_sharded and self._params:
+                    param = stored_param(module, port)
                     found[id(param)] = (param, port)
         return found
 
@@ -265,6 +265,10 @@ def _bound_class(cls: type[nn.Module], record: BoundModule) -> type:
             label=record.label,
         )
         namespace["forward"] = _with_ports(cls.forward, boundary)
+    if hasattr(cls, "reset_parameters") and any(
+        port.is_sharded or port.changes_at_use for port in record.params
+    ):
+        namespace["reset_parameters"] = _reset_parameters
     for port in record.params:
         if port.changes_at_use:
             namespace[port.name] = _used_param(port, record)
@@ -288,7 +292,17 @@ def _used_param(port: ParamPort, record: BoundModule) -> property:
     op = PortOp(record.mesh, *layouts, where, sizes, port.reduce_dtype)
 
     def used(self: nn.Module) -> torch.Tensor | None:
+        if name not in self._parameters:
+            raise AttributeError(name)  # a buffer, or nothing: nn.Module.__getattr__ goes on
         param = self._parameters[name]
-        return None if param is None else op(param)
+        # Outside of forward FSDP2 keeps shards of its own here, and looks for them by this name.
+        return param if param is None or is_dtensor(param) else op(param)
 
     return property(used)
+
+
+def _reset_parameters(self: nn.Module) -> None:
+    raise FxBoundaryError(
+        f"{type(self).__name__}.reset_parameters: its parameters are split, and would be "
+        f"initialized as if they were whole; initialize before apply, or load_full_state_dict"
+    )

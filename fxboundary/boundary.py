@@ -109,7 +109,7 @@ class RedistOp:
         return DTensor.from_local(tensor, self.mesh, self.src_placements, run_check=False)
 
     def _local(self, tensor: Any) -> Any:
-        if not _is_dtensor(tensor):
+        if not is_dtensor(tensor):
             return tensor
         src, found = (
             normalize_dims(x, tensor.dim()) for x in (self.src_placements, tensor.placements)
@@ -122,8 +122,8 @@ class RedistOp:
         return tensor.to_local()
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    if type(tensor) is torch.Tensor:
+def is_dtensor(tensor: Any) -> bool:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fxboundary.contract import Contract
 from fxboundary.params import ParamPort
+from fxboundary.placements import shard_dim
 
 # The inference fast paths hand all weights to one fused operator; with these attributes at these
 # values torch itself declines them.
@@ -49,9 +51,32 @@ def bypass_problems(
                 f"it, so its ports would not run; contract {parent or 'the root'} itself"
             )
     for (owner, name), port in ports.items():
+        problems += [
+            f"{owner}.{name}: {problem}" for problem in _misread(model.get_submodule(owner), port)
+        ]
         if port.changes_at_use and isinstance(model.get_submodule(owner), nn.RNNBase):
             problems.append(
                 f"{owner}.{name}: recurrent modules read their weights past the module's "
                 f"attributes; store and use it alike, with gradient R"
             )
+    return problems
+
+
+def _misread(module: nn.Module, port: ParamPort) -> list[str]:
+    """What a module of torch would take a shard for."""
+    problems = []
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if any(p.is_shard() and shard_dim(p) == 0 for p in port.used):
+            problems.append(
+                "an embedding looks up rows by their number, and a shard of rows starts at 0; "
+                "write S(0) -> R, or shard dimension 1"
+            )
+        if module.max_norm is not None and (port.is_sharded or port.changes_at_use):
+            problems.append("max_norm rescales whole rows of the stored weight; leave it R")
+    statistics = isinstance(module, _NormBase) and module.track_running_stats
+    if statistics and any(p.is_shard() for p in port.used):
+        problems.append(
+            "running statistics are buffers, which are not cut with the parameters; leave them "
+            "whole, or set track_running_stats=False"
+        )
     return problems

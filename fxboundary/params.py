@@ -86,6 +86,8 @@ def resolve_params(
 
     Returns the ports and all problems found, each with its module and parameter.
     """
+    from torch.distributed.tensor import DTensor
+
     ports: dict[tuple[str, str], ParamPort] = {}
     problems = _unknown_names(model, matched)
     for owner, module in model.named_modules(remove_duplicate=False):
@@ -95,6 +97,12 @@ def resolve_params(
         for name, param in module.named_parameters(recurse=False):
             chain = [(_relative(outer, owner, name), matched[outer]) for outer in enclosing]
             where = f"{enclosing[-1] or '<root>'}.params.{chain[-1][0]}"
+            if isinstance(param, DTensor):
+                problems.append(
+                    f"{where}: is a DTensor; apply the plan before fully_shard, and instead of "
+                    f"parallelize_module"
+                )
+                continue
             if is_lazy(param):
                 problems.append(f"{where}: not initialized; call the model once before apply")
                 continue

@@ -74,6 +74,29 @@ def _gather(
         return redistribute(local, move)
 
 
+def stored_param(module: nn.Module, port: ParamPort) -> nn.Parameter:
+    """The parameter of a port as it is stored.
+
+    Raises:
+        FxBoundaryError: something has taken it away.
+    """
+    param = module._parameters.get(port.name)
+    if param is None:
+        raise FxBoundaryError(
+            f"{type(module).__name__}.{port.name}: the parameter of this port is gone; "
+            f"parametrize or prune before apply"
+        )
+    return param
+
+
+def _by_identity(model: nn.Module) -> dict[int, tuple[ParamPort, LiveMesh]]:
+    """Ports by parameter: names in a state dict may be renamed by hooks and wrappers."""
+    return {
+        id(stored_param(module, port)): (port, mesh)
+        for _, module, port, mesh in sharded_params(model)
+    }
+
+
 def sharded_params(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Module, ParamPort, LiveMesh]]:
@@ -91,15 +114,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """``model.state_dict()`` with full tensors, on every rank, as the unsharded model has it.
 
     Every rank of the mesh must call it. Tied parameters are gathered once and stay one tensor.
+    Parameters that FSDP2 shards on top are put together as well.
+
+    Raises:
+        FxBoundaryError: a split parameter was taken away from its module.
     """
-    ports = {name: (port, mesh) for name, _, port, mesh in sharded_params(model)}
+    from torch.distributed.tensor import DTensor
+
+    ports = _by_identity(model)
     state, gathered = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in ports:
-            state[name] = tensor.detach()
+        if not isinstance(tensor, torch.Tensor):  # a module's extra state
+            state[name] = tensor
             continue
         if id(tensor) not in gathered:
-            gathered[id(tensor)] = gather_tensor(tensor.detach(), *ports[name])
+            local = tensor.detach()
+            local = local.full_tensor() if isinstance(local, DTensor) else local
+            port = ports.get(id(tensor))
+            gathered[id(tensor)] = local if port is None else gather_tensor(local, *port)
         state[name] = gathered[id(tensor)]
     return state
 
@@ -110,13 +142,22 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Parameters on the meta device are created on the device of the tensor that is loaded.
 
     Raises:
-        FxBoundaryError: names that are missing or that the model does not have; nothing is
-            loaded then.
+        FxBoundaryError: names that are missing or that the model does not have, or parameters
+            that FSDP2 has sharded on top; nothing is loaded then.
         PlacementMismatchError: a tensor of another shape than the full parameter's; likewise.
     """
-    targets = model.state_dict(keep_vars=True)
-    ports = {name: (port, mesh) for name, _, port, mesh in sharded_params(model)}
-    _check_names(list(targets), list(state))
+    from torch.distributed.tensor import DTensor
+
+    entries = model.state_dict(keep_vars=True)
+    _check_names(list(entries), list(state))
+    targets = {n: t for n, t in entries.items() if isinstance(t, torch.Tensor)}
+    sharded = [name for name, target in targets.items() if isinstance(target, DTensor)]
+    if sharded:
+        raise FxBoundaryError(
+            f"cannot load: {sharded[0]} is a DTensor; load_full_state_dict before fully_shard"
+        )
+    identities = _by_identity(model)
+    ports = {n: identities[id(t)] for n, t in targets.items() if id(t) in identities}
     shapes = {n: ports[n][0].shape if n in ports else tuple(t.shape) for n, t in targets.items()}
     wrong = [
         f"{name}: expected the full shape {shape}, got {tuple(state[name].shape)}"
@@ -137,6 +178,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         if id(target) not in materialized:
             materialized[id(target)] = _like(target, local)
         _assign(model, name, materialized[id(target)])
+    for name in entries.keys() - targets.keys():
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
 
 
 def _check_names(known: list[str], given: list[str]) -> None:

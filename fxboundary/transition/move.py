@@ -111,6 +111,8 @@ def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
     transformed = in_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
         return _run(x, move)
+    if not move.eager and not move.adjoint_eager and move.transition.differentiable:
+        return x  # nothing either way, as on a mesh dimension of size 1
     if not move.transition.differentiable:
         require_gradient(move.transition, move.port)
     function = _TransformedRedistribute if transformed else _Redistribute
