@@ -31,6 +31,8 @@ TRANSITIONS = {
     "S(0) -> P": ("S(0)", "P", "R"),
     "R -> P": ("R", "P", "R"),
     "R -> R, gradient P": ("R", "R", "P"),
+    "S(0) -> R, gradient R": ("S(0)", "R", "R"),
+    "P -> R, gradient P": ("P", "R", "P"),
 }
 
 
@@ -86,7 +88,7 @@ def measure(mesh: DeviceMesh, rounds: int) -> dict[str, dict[str, float]]:
         x = torch.randn(4, 16)
         trained = torch.randn(4, 16, requires_grad=True)
         ours = output_boundary(mesh) if name == "P -> R" else boundary(mesh, src, dst, grad)
-        peer, least = through_dtensor(mesh, src, dst), bare(name, group)
+        peer, least = through_dtensor(mesh, src, dst), bare(f"{src} -> {dst}", group)
         runs: dict[str, Callable[[], Any]] = {"fxboundary": lambda f=ours, x=x: f(x)}
         if least is not None:
             runs["bare"] = lambda f=least, x=x: f(x)

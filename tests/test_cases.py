@@ -402,3 +402,23 @@ def test_c18_an_uneven_output_without_its_global_size_is_refused(ranks2):
     for message in ranks2.run(undeclared_vocabulary):
         assert "lm_head.out_src.output.tp: S(-1)" in message
         assert "out_sizes={'output': {-1: ...}}" in message
+
+
+# C14, pytorch#134646: rule-by-rule plans gather everything to transpose shards.
+
+
+def transposed_shards():
+    mesh = mesh_of(a=2, b=2)
+    i, j = mesh.get_coordinate()
+    whole = torch.arange(64.0).reshape(8, 8)
+    program = fb.plan_transition(["S(0)", "S(1)"], ["S(1)", "S(0)"], mesh, (8, 8))
+    y = program.run(whole[4 * i : 4 * i + 4, 4 * j : 4 * j + 4].contiguous())
+    right = torch.equal(y, whole[4 * j : 4 * j + 4, 4 * i : 4 * i + 4])
+    return right, program.collectives, program.bytes, program.peak_memory
+
+
+def test_c14_transposed_shards_are_exchanged_by_the_two_ranks_that_differ(ranks4):
+    block = 4 * 4 * 4
+    assert ranks4.run(transposed_shards) == [
+        (True, 1, sent, block) for sent in (0, block, block, 0)
+    ]

@@ -15,6 +15,7 @@ from fxboundary.placements import Layout, local_shape, replicate
 from fxboundary.transition.relayout import (
     busiest_fraction,
     held_wanted_own,
+    is_permutation,
     relayout,
     sent_units,
 )
@@ -142,6 +143,8 @@ def weights(step: Step, mesh: MeshSpec, model: CostModel) -> Weights:
             time = (n - 1) / n * wire + packs * copy
             return Weights(link.latency, time, apart * copy, packs, 1.0 + apart)
     fraction = busiest_fraction(step.src, step.dst, mesh.sizes)
+    if is_permutation(step.src, step.dst, mesh.sizes):
+        return Weights(link.latency, fraction * wire, 0.0, 0.0, 1.0)
     return Weights(link.latency, fraction * wire + copy, copy, 1.0, 2.0)
 
 

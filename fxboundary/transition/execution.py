@@ -100,7 +100,7 @@ def _all_to_all_v(b: BoundStep, x: torch.Tensor) -> torch.Tensor:
     flat = [piece.reshape(-1) for piece in pieces if piece is not None]
     shapes = [None if box is None else _shape(x, plan.dims, box, unit) for box in plan.receives]
     received = [0 if shape is None else math.prod(shape) for shape in shapes]
-    packed = torch.cat(flat) if flat else x.new_empty(0)
+    packed = flat[0] if len(flat) == 1 else torch.cat([*flat, x.new_empty(0)])
     arrived = _calls(b).all_to_all(packed.contiguous(), received, sent)
     found = {
         tuple(start for start, _ in box): part.view(shape)

@@ -173,6 +173,21 @@ def busiest_fraction(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> float:
     return max(wanted - own, sent * held - own) / held
 
 
+@cache
+def is_permutation(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> bool:
+    """Whether ranks exchange whole shards, so that nothing is packed or put together."""
+    held, wanted, _ = held_wanted_own(src, dst, sizes)
+    if held != wanted:
+        return False
+    ends = ((0,) * len(sizes), tuple(n - 1 for n in sizes))
+    plans = [relayout(src, dst, sizes, coordinate, ()) for coordinate in ends]
+    return all(
+        sum(box is not None for box in boxes) == 1
+        for plan in plans
+        for boxes in (plan.sends, plan.receives)
+    )
+
+
 def held_wanted_own(src: Layout, dst: Layout, sizes: Sequence[int]) -> tuple[float, float, float]:
     """Parts of the whole tensor in one rank's even shards before and after, and the least part
     that both hold on some rank."""
