@@ -95,6 +95,11 @@ def apply(model: nn.Module, plan: Plan, *, local_params: bool = False) -> Handle
         raise ContractError(
             f"the plan's mesh ({plan.spec}) has no processes: build the plan on a DeviceMesh"
         )
+    if torch.is_inference_mode_enabled():
+        raise ContractError(
+            "apply inside torch.inference_mode(): parameters cut there could never be trained; "
+            "apply the plan outside of it"
+        )
     bound = [n or "<root>" for n, m in model.named_modules() if hasattr(type(m), BOUND)]
     if bound:
         raise ContractError(

@@ -539,3 +539,9 @@ def test_an_uninitialized_parameter_is_refused(fake_world):
     model = nn.Sequential(nn.LazyLinear(4, bias=False))
     with pytest.raises(fb.ContractError, match=r"0\.params\.weight: not initialized; call the"):
         fb.apply(model, plan({"0": {"params": {"weight": {"tp": "S(0)"}}}}))
+
+
+def test_applying_inside_inference_mode_is_refused(fake_world):
+    fake_world(4)
+    with torch.inference_mode(), pytest.raises(fb.ContractError, match="outside of it"):
+        fb.apply(Stack(), plan(mlp_contracts(False)))

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from definition import REDUCE
 
 from fxboundary.mesh import LiveMesh, MeshSpec, group_dims
 from fxboundary.transition.execution import run_steps
@@ -30,15 +31,6 @@ class Board:
 
     def abort(self):
         self._barrier.abort()
-
-
-REDUCE = {
-    "sum": lambda x: x.sum(0, dtype=x.dtype),
-    "avg": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "product": lambda x: x.prod(0, dtype=x.dtype),
-}
 
 
 class SimulatedCalls:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import fxboundary as fb
 from fxboundary.mesh import MeshSpec
-from fxboundary.transition import planner
 from fxboundary.transition.cost import DEFAULT_MODEL, sent_bytes
+from fxboundary.transition.layout_graph import layout_graph
 from fxboundary.transition.planner import plan_steps
 
 
@@ -189,7 +189,7 @@ def test_plans_do_not_depend_on_what_was_planned_before():
     found = plan_steps(*request, SPEC, DEFAULT_MODEL)
     for other in itertools.permutations(request[0]):
         plan_steps(other, request[1], SPEC, DEFAULT_MODEL)
-    planner._graph.cache_clear()
+    layout_graph.cache_clear()
     assert plan_steps(*request, SPEC, DEFAULT_MODEL) == found
 
 
