@@ -63,7 +63,7 @@ class Handle:
         current = {id(p): (p, port) for p, port in self._current_params().values()}
         change_params(current, lambda local, port: gather_tensor(local, port, mesh))
         for module, cls in self._classes:
-            module.__class__ = cls
+            object.__setattr__(module, "__class__", cls)
         self._classes, self._params = [], {}
 
     def _current_params(self) -> dict[int, tuple[nn.Parameter, ParamPort]]:
@@ -232,7 +232,7 @@ def _install(
     change_params(params, lambda full, port: shard_tensor(full, port, mesh))
     originals = [(module, type(module)) for module, _ in changes]
     for module, cls in changes:
-        module.__class__ = cls
+        object.__setattr__(module, "__class__", cls)  # whatever the module's own __setattr__ does
     return Handle(plan, originals, params)
 
 

@@ -72,7 +72,9 @@ def _bind_first(
     if not parameters or parameters[0].kind is inspect.Parameter.VAR_KEYWORD:
         return None
     first = parameters[0]
-    if first.kind is inspect.Parameter.VAR_POSITIONAL:
+    if path and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None  # the entry of another **kwargs, more likely than of the first parameter
+    if first.kind is inspect.Parameter.VAR_POSITIONAL and not (path and path[0].isdigit()):
         path = ("0", *path)
     return _bind(first.name, path, parameters[:1])
 

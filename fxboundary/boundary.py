@@ -79,8 +79,14 @@ class RedistOp:
 
     def __post_init__(self) -> None:
         for field in ("src_placements", "dst_placements", "grad_placements"):
-            if (layout := getattr(self, field)) is not None:
-                object.__setattr__(self, field, tuple(map(parse_placement, layout)))
+            if (layout := getattr(self, field)) is None:
+                continue
+            object.__setattr__(self, field, tuple(map(parse_placement, layout)))
+            if len(layout) != self.mesh.ndim:
+                raise ContractError(
+                    f"{self.arg_name}: {field} has {len(layout)} placements for a mesh of "
+                    f"{self.mesh.ndim} dimensions"
+                )
 
     def execute(self, tensor: Any, *, as_dtensor: bool = False) -> Any:
         """Redistribute a local tensor, or a DTensor in the source layout.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
-
-import torch
 
 from fxboundary.errors import ContractError
 from fxboundary.placements import (
@@ -16,6 +15,7 @@ from fxboundary.placements import (
     near,
     parse_placement,
     placement_text,
+    reduction_dtype,
     replicate,
     resolve_placements,
 )
@@ -268,6 +268,8 @@ def _names(value: Any, path: str, problems: list[str]) -> dict[str, int]:
     for name, index in pairs.items():
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             problems.append(f"{path}.{name}: {index!r} is not an output's index")
+    if len(set(pairs.values())) < len(value):
+        problems.append(f"{path}: two outputs have one name or one index, in {value!r}")
     return pairs
 
 
@@ -276,6 +278,8 @@ def _sizes(value: Any, path: str, problems: list[str]) -> dict[str, dict[int, in
     for name, sizes in value.items() if isinstance(value, Mapping) else ():
         if isinstance(sizes, Mapping) and all(_is_size(d, s) for d, s in sizes.items()):
             read[str(name)] = {int(dim): int(size) for dim, size in sizes.items()}
+            if len(read[str(name)]) < len(sizes):
+                problems.append(f"{path}.{name}: a dimension is given twice in {sizes!r}")
         else:
             problems.append(f"{path}.{name}: expected {{dimension: global size}}, found {sizes!r}")
     if not isinstance(value, Mapping):
@@ -288,15 +292,23 @@ def _is_size(dim: Any, size: Any) -> bool:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, str) and value.lstrip("-").isdigit())
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (
+        isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value) is not None
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _stacked(value: Any, path: str, problems: list[str]) -> dict[str, int | tuple[int, ...]]:
     read: dict[str, int | tuple[int, ...]] = {}
     for name, parts in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(parts, int) and parts > 0:
+        if _is_count(parts):
             read[str(name)] = parts
-        elif isinstance(parts, Sequence) and parts and all(isinstance(p, int) for p in parts):
+        elif isinstance(parts, Sequence) and parts and all(map(_is_count, parts)):
             read[str(name)] = tuple(parts)
         else:
             problems.append(f"{path}.{name}: expected a count or sizes of parts, found {parts!r}")
@@ -308,7 +320,7 @@ def _stacked(value: Any, path: str, problems: list[str]) -> dict[str, int | tupl
 def _units(value: Any, path: str, problems: list[str]) -> dict[str, int]:
     read: dict[str, int] = {}
     for name, unit in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(unit, int) and unit > 0:
+        if _is_count(unit):
             read[str(name)] = unit
         else:
             problems.append(f"{path}.{name}: expected a positive size, found {unit!r}")
@@ -318,11 +330,11 @@ def _units(value: Any, path: str, problems: list[str]) -> dict[str, int]:
 
 
 def _dtype(value: Any, path: str, problems: list[str]) -> str:
-    name = str(value).removeprefix("torch.")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        problems.append(f"{path}: expected a floating-point dtype such as float32, found {value!r}")
-    return str(dtype).removeprefix("torch.")
+    try:
+        return reduction_dtype(value)
+    except ContractError as error:
+        problems.append(f"{path}: {error}")
+        return ""
 
 
 _READERS: dict[str, Callable[[Any, str, list[str]], Any]] = {

@@ -77,15 +77,23 @@ def mesh_spec(mesh: MeshLike) -> MeshSpec:
         return mesh
     if isinstance(mesh, Mapping):
         for name, size in mesh.items():
+            _check_name(str(name))
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ContractError(f"mesh.{name}: {size!r} is not a positive size")
         return MeshSpec(tuple(map(str, mesh)), tuple(mesh.values()))
     if not hasattr(mesh, "mesh_dim_names"):
         raise ContractError(f"mesh: expected names and sizes, as in tp: 2, found {mesh!r}")
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
+    for name in names:
+        _check_name(name)
     # A group counts its ranks in ascending order: only then is that the mesh's order everywhere.
     flattens = bool((mesh.mesh.flatten().diff() > 0).all())
     return MeshSpec(tuple(names), tuple(mesh.size(i) for i in range(mesh.ndim)), flattens)
+
+
+def _check_name(name: str) -> None:
+    if not name or any(c in name for c in ",=;#:+ "):
+        raise ContractError(f"mesh: {name!r} is no name for a mesh dimension; write a plain word")
 
 
 def parse_mesh(text: str) -> dict[str, int]:

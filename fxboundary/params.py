@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
@@ -102,6 +103,9 @@ def resolve_params(
                     f"{where}: is a DTensor; apply the plan before fully_shard, and instead of "
                     f"parallelize_module"
                 )
+                continue
+            if param.layout is not torch.strided:
+                problems.append(f"{where}: a {param.layout} tensor cannot be cut")
                 continue
             if is_lazy(param):
                 problems.append(f"{where}: not initialized; call the model once before apply")

@@ -103,7 +103,7 @@ def _parse_text(text: str) -> Placement:
         raise ContractError(f"cannot parse {text!r}: {_forms()}")
     if kind == "r" and argument is None:
         return replicate()
-    if kind == "s" and argument and re.fullmatch(r"[+-]?\d+", argument):
+    if kind == "s" and argument and re.fullmatch(r"[+-]?[0-9]{1,9}", argument):
         return shard(int(argument), None if order is None else int(order))
     if kind == "p" and (argument or "sum") in REDUCE_OPS and argument != "":
         return partial(argument or "sum")
@@ -226,8 +226,8 @@ def _in_order(layout: Layout, mesh_dims: list[int]) -> tuple[int, ...]:
     places: dict[int, int] = {}
     for order, m in sorted(numbered, reverse=True):
         place = min(order, len(mesh_dims) - 1)
-        while place in places:
-            place -= 1
+        while place in places:  # also of equal numbers, which normalize_dims refuses
+            place = (place - 1) % len(mesh_dims)
         places[place] = m
     rest = iter(m for m in mesh_dims if m not in places.values())
     return tuple(places[i] if i in places else next(rest) for i in range(len(mesh_dims)))
@@ -236,6 +236,20 @@ def _in_order(layout: Layout, mesh_dims: list[int]) -> tuple[int, ...]:
 def reduce_op(placement: Placement) -> str | None:
     """The reduction that a partial placement waits for; ``None`` where there is none."""
     return placement.reduce_op if placement.is_partial() else None  # type: ignore[attr-defined]
+
+
+def reduction_dtype(value: Any) -> str:
+    """The name of a dtype in which sums may be taken, ``"float32"``.
+
+    Raises:
+        ContractError: no floating-point dtype of at least 16 bits.
+    """
+    import torch
+
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ContractError(f"expected a floating-point dtype such as float32, found {value!r}")
+    return str(dtype).removeprefix("torch.")
 
 
 def shard_dims(*layouts: Layout) -> set[int]:

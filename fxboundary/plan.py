@@ -9,7 +9,11 @@ from typing import Any
 import torch.nn as nn
 
 from fxboundary.contract import Contract, layout_pair
-from fxboundary.errors import ContractError, UnsupportedTransitionError
+from fxboundary.errors import (
+    ContractError,
+    PlacementMismatchError,
+    UnsupportedTransitionError,
+)
 from fxboundary.mesh import LiveMesh, MeshLike, MeshSpec, mesh_spec, parse_mesh, register_mesh
 from fxboundary.patterns import is_pattern, matches
 from fxboundary.placements import (
@@ -19,6 +23,8 @@ from fxboundary.placements import (
     reduce_op,
     replicate,
     shard_dim,
+    shard_dims,
+    shard_order,
     smallest_rank,
     unknown_mesh_dim,
 )
@@ -105,7 +111,8 @@ class Plan:
             raise ContractError(f"{prefix}no mesh: give one, or write 'mesh: {{tp: 2}}'")
         try:
             mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-            contracts = {str(key): value or {} for key, value in data["modules"].items()}
+            modules = data["modules"].items()
+            contracts = {str(key): {} if value is None else value for key, value in modules}
             return cls(mesh, contracts)
         except ContractError as error:
             raise ContractError([f"{prefix}{problem}" for problem in error.problems]) from None
@@ -169,6 +176,10 @@ def _near_names(pattern: str, names: list[str]) -> str:
     return near(pattern, sorted(shape))
 
 
+# YAML 1.1 takes on, off, yes and no for booleans.
+_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:int", "tag:yaml.org,2002:merge")
+
+
 def _unique_keys(base: Any) -> Any:
     """A YAML loader that refuses a key given twice: the first would be lost without a word."""
 
@@ -178,6 +189,12 @@ def _unique_keys(base: Any) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
             for key_node, _ in node.value:
+                if key_node.tag not in _KEYS:
+                    kind = key_node.tag.rpartition(":")[2]
+                    raise yaml.MarkedYAMLError(
+                        problem=f"a key is read as a {kind}; put it into quotes",
+                        problem_mark=key_node.start_mark,
+                    )
                 if key_node.value in seen:
                     raise yaml.MarkedYAMLError(
                         problem=f"the key {key_node.value!r} is given twice",
@@ -259,8 +276,15 @@ def _unknown_mesh_dims(contract: Contract, spec: MeshSpec) -> list[str]:
 
 def _refusals(where: str, layouts: tuple[Layout, Layout, Layout], spec: MeshSpec) -> list[str]:
     ndim = smallest_rank(*layouts)
+    dims = shard_dims(*layouts)
+    if min(dims, default=0) < 0 <= max(dims, default=0) and _are_numbered(layouts):
+        return []  # which cuts are of one dimension depends on the tensor's rank
     try:
         plan_layouts(*(normalize_dims(layout, ndim) for layout in layouts), spec)
-    except (ContractError, UnsupportedTransitionError) as error:
+    except (ContractError, PlacementMismatchError, UnsupportedTransitionError) as error:
         return [f"{where}: {error}"]
     return []
+
+
+def _are_numbered(layouts: tuple[Layout, ...]) -> bool:
+    return any(shard_order(p) is not None for layout in layouts for p in layout)

@@ -124,7 +124,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     ports = _by_identity(model)
     state, gathered = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):  # a module's extra state
+        if name.rpartition(".")[2] == _EXTRA:
             state[name] = tensor
             continue
         if id(tensor) not in gathered:
@@ -142,15 +142,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     Parameters on the meta device are created on the device of the tensor that is loaded.
 
     Raises:
-        FxBoundaryError: names that are missing or that the model does not have, or parameters
-            that FSDP2 has sharded on top; nothing is loaded then.
+        FxBoundaryError: names that are missing or that the model does not have, values that are
+            no dense tensors, parameters that FSDP2 has sharded on top; nothing is loaded then.
         PlacementMismatchError: a tensor of another shape than the full parameter's; likewise.
     """
     from torch.distributed.tensor import DTensor
 
     entries = model.state_dict(keep_vars=True)
     _check_names(list(entries), list(state))
-    targets = {n: t for n, t in entries.items() if isinstance(t, torch.Tensor)}
+    targets = {n: t for n, t in entries.items() if n.rpartition(".")[2] != _EXTRA}
+    unfit = [n for n in targets if not _is_loadable(state[n])]
+    if unfit:
+        raise FxBoundaryError(
+            f"cannot load: {unfit[0]} is {_kind(state[unfit[0]])}; full, dense tensors are needed"
+        )
     sharded = [name for name, target in targets.items() if isinstance(target, DTensor)]
     if sharded:
         raise FxBoundaryError(
@@ -180,6 +185,23 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         _assign(model, name, materialized[id(target)])
     for name in entries.keys() - targets.keys():
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
+
+
+_EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
+
+
+def _is_loadable(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.layout is torch.strided and not value.is_meta
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"no tensor but {value!r}"
+    return f"a {type(value).__name__} ({value.layout}, {value.device})"
 
 
 def _check_names(known: list[str], given: list[str]) -> None:

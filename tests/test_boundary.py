@@ -349,6 +349,14 @@ class TestBinding:
 
         assert self.of(forward, "b", "a")["b"] == (None, "b", ())
 
+    def test_an_entry_of_catch_all_parameters_is_not_taken_for_the_first(self):
+        def forward(*xs): ...
+
+        def keywords(x, /, **kw): ...
+
+        assert self.of(forward, "args.1")["args.1"] == self.of(forward, "xs.1")["xs.1"]
+        assert self.of(keywords, "kwargs.x") == {}
+
     def test_the_one_input_of_another_name_is_the_first_parameter(self):
         def forward(hidden, mask=None): ...
 

@@ -215,3 +215,23 @@ def test_a_reduction_dtype_is_read_and_written():
     for bad in ("int8", "flot32", "float8_e4m3fn", 32):
         with pytest.raises(fb.ContractError, match="reduce_dtype: expected a floating-point dtype"):
             fb.Contract(reduce_dtype=bad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"out_names": {"y": 0, "z": 0}}, "out_names: two outputs have one name or one index"),
+        ({"out_names": ["y", "y"]}, "out_names: two outputs have one name or one index"),
+        ({"in_sizes": {"x": {"--1": 3}}}, "in_sizes.x: expected {dimension: global size}"),
+        ({"in_sizes": {"x": {True: 3}}}, "in_sizes.x: expected {dimension: global size}"),
+        ({"in_sizes": {"x": {0: 3, "0": 4}}}, "in_sizes.x: a dimension is given twice"),
+        ({"stacked": {"w": True}}, "stacked.w: expected a count or sizes of parts"),
+        ({"stacked": {"w": [-1, 2]}}, "stacked.w: expected a count or sizes of parts"),
+        ({"param_units": {"w": True}}, "param_units.w: expected a positive size"),
+        ({"in_dst": {"x": {"tp": "S(99999999999999999999)"}}}, "in_dst.x.tp: cannot parse"),
+    ],
+)
+def test_values_that_look_right_are_refused(fields, problem):
+    with pytest.raises(fb.ContractError) as raised:
+        fb.Contract(**fields)
+    assert any(line.startswith(problem) for line in raised.value.problems)

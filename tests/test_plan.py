@@ -337,3 +337,31 @@ def test_averages_of_unequal_shards_are_refused():
             f"make it P, and divide each rank's sum by {size}"
         )
     fb.Plan({"tp": 2}, {"pool": {**contract, "in_sizes": {"x": {0: 4}}}})
+
+
+def test_numbered_cuts_of_two_dimensions_that_look_like_one():
+    layout = {"x": {"dp": "S(0)[0]", "tp": "S(-1)[0]"}}
+    fb.Plan({"dp": 2, "tp": 2}, {"m": {"in_src": layout, "in_dst": layout}})
+    twice = {"x": {"dp": "S(0)[1]", "tp": "S(0)[1]"}}
+    (problem,) = problems_of(fb.Plan, {"dp": 2, "tp": 2}, {"m": {"in_src": twice}})
+    assert problem == "m.in_dst.x: S(0)[1],S(0)[1]: two cuts of dimension 0 have the same number"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("modules: {a: []}", "a: expected a contract's fields, found []"),
+        ("modules: {a: false}", "a: expected a contract's fields, found False"),
+        ("modules: {a: {in_dst: {no: {tp: R}}}}", "a key is read as a bool; put it into quotes"),
+        ("modules:\n  ? [a, b]\n  : {}", "a key is read as a seq; put it into quotes"),
+    ],
+)
+def test_yaml_that_means_something_else_is_refused(text, problem):
+    (found,) = problems_of(fb.Plan.from_yaml, f"mesh: {{tp: 2}}\n{text}\n")
+    assert problem in found
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "tp=x", "tp;sum", "t#p"])
+def test_names_that_a_mesh_cannot_be_told_by_are_refused(name):
+    (problem,) = problems_of(fb.Plan, {name: 2}, {})
+    assert problem.startswith(f"mesh: {name!r} is no name for a mesh dimension")

@@ -196,3 +196,43 @@ def test_operations_in_place_are_right_on_a_mesh_dimension_of_one(fake_world):
     y.sum().backward()
     assert torch.equal(y, expected)
     assert dist.get_world_size() == 1
+
+
+class Frozen(nn.Linear):
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise RuntimeError("frozen")
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_guards_its_attributes_is_split_and_restored(fake_world):
+    fake_world(2)
+    model = nn.Sequential(Frozen(4, 4))
+    handle = fb.apply(model, fb.Plan(mesh_of(tp=2), {"0": {"params": {"*": {"tp": "S(0)"}}}}))
+    assert model[0].weight.shape == (2, 4)
+    handle.remove()
+    assert type(model[0]) is Frozen
+
+
+def test_a_parameter_that_cannot_be_cut_is_refused_before_any_is(fake_world):
+    fake_world(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(torch.eye(4).to_sparse())
+    plan = fb.Plan(mesh_of(tp=2), {"*": {"params": {"weight": {"tp": "S(0)"}}}})
+    with pytest.raises(fb.ContractError, match=r"1\.params\.weight: a torch\.sparse_coo tensor"):
+        fb.apply(model, plan)
+    assert model[0].weight.shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "value", [None, [1.0], torch.eye(8).to_sparse(), torch.empty(16, 8, device="meta")]
+)
+def test_values_that_cannot_be_loaded_are_found_before_any_is(fake_world, value):
+    fake_world(2)
+    reference, model, _ = reference_and_model(mesh_of(tp=2), contracts_of(False))
+    before = model.layers[0].norm.weight.clone()
+    state = {name: tensor + 1 for name, tensor in reference.state_dict().items()}
+    state["layers.1.mlp.up.weight"] = value
+    with pytest.raises(fb.FxBoundaryError, match=r"cannot load: layers\.1\.mlp\.up\.weight is "):
+        fb.load_full_state_dict(model, state)
+    assert torch.equal(model.layers[0].norm.weight, before)

@@ -18,6 +18,7 @@ from fxboundary.placements import (
     normalize_dims,
     parse_placement,
     placement_text,
+    reduction_dtype,
     resolve_placements,
 )
 from fxboundary.transition.cost import DEFAULT_MODEL, CostModel, cost, least_bytes, traffic
@@ -175,7 +176,7 @@ def plan_transition(
     ``reduce_dtype`` is the dtype in which sums are taken.
 
     Raises:
-        ContractError: a layout that does not fit the mesh.
+        ContractError: a layout that does not fit the mesh, a dtype in which no sum is taken.
         PlacementMismatchError: no shape, or one that lacks a shard dimension.
         UnsupportedTransitionError: a change that has no meaning, as P → P(max).
 
@@ -188,7 +189,7 @@ def plan_transition(
     ndim = len(shape)
     s, d = (normalize_dims(resolve_layout(x, spec.names), ndim) for x in (src, dst))
     g = None if grad is None else normalize_dims(resolve_layout(grad, spec.names), ndim)
-    reduce = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+    reduce = "" if reduce_dtype is None else reduction_dtype(reduce_dtype)
     request = Request(Tensor(tuple(shape), dtype.itemsize), model, memory_limit, reduce)
     transition = plan(s, d, g, spec, request)
     live = None if isinstance(mesh, (Mapping, MeshSpec)) else register_mesh(mesh)
