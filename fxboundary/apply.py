@@ -27,7 +27,14 @@ from fxboundary.ops import PortOp
 from fxboundary.params import ParamPort, resolve_params
 from fxboundary.placements import near, shard_dim
 from fxboundary.plan import Plan
-from fxboundary.state import BOUND, change_params, gather_tensor, shard_tensor, stored_param
+from fxboundary.state import (
+    BOUND,
+    change_params,
+    check_shards,
+    gather_tensor,
+    shard_tensor,
+    stored_param,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Handle:
         """
         mesh = self.plan.live
         assert mesh is not None
-        current = {id(p): (p, port) for p, port in self._current_params().values()}
+        current = self._current_params()
+        check_shards(current, mesh)
         change_params(current, lambda local, port: gather_tensor(local, port, mesh))
         for module, cls in self._classes:
             object.__setattr__(module, "__class__", cls)

@@ -300,6 +300,8 @@ class PrecompiledBoundary:
         return next(iter(present), None)
 
     def _missing(self, op: RedistOp, outputs: Any, found: str) -> Any:
+        if torch.compiler.is_compiling():
+            return outputs  # a warning would break the graph
         warnings.warn(
             f"{self._label or 'module'}: declared output {op.arg_name!r} is not there ({found}); "
             f"it is skipped",

@@ -23,6 +23,8 @@ def split_path(name: str) -> tuple[str, Path]:
 def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     """``container`` with ``change`` applied at ``path``; ``None`` on the way is left alone.
 
+    The same object where nothing changes.
+
     Raises:
         KeyError: a segment that the container lacks.
     """
@@ -31,7 +33,9 @@ def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     if not path:
         return change(container)
     key, rest = path[0], path[1:]
-    return with_item(container, key, replace_at(item(container, key), rest, change))
+    before = item(container, key)
+    after = replace_at(before, rest, change)
+    return container if after is before else with_item(container, key, after)
 
 
 def item(container: Any, key: str) -> Any:

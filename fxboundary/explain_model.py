@@ -64,7 +64,7 @@ def _make(where: str) -> tuple[nn.Module, Any]:
         factory: Any = importlib.import_module(module_name)
         for part in factory_name.split("."):
             factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a user's module raises when it is imported
         raise FxBoundaryError(f"--model {where}: {error}") from None
     failed = f"--model {where}: the factory failed on the meta device"
     with _explained(failed), torch.device("meta"):

@@ -8,6 +8,7 @@ the compiler caches for one rank is then right for every other.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -105,7 +106,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.strip() or not size.strip().isdigit() or int(size) < 1:
+        if not name.strip() or not re.fullmatch("[0-9]+", size.strip()) or int(size) < 1:
             raise ContractError(f"mesh {text!r}: write name=size, as in dp=2,tp=4")
         if name.strip() in sizes:
             raise ContractError(f"mesh {text!r}: {name.strip()} is given twice")

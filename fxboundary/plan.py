@@ -230,7 +230,9 @@ def _misfits(contract: Contract, spec: MeshSpec, *, merged: bool = False) -> lis
             problems += _refusals(f"out_dst.{name}", layouts, spec)
         for name, declared in (contract.params or {}).items():
             stored, used = layout_pair(declared, spec.names)
-            layouts = (stored, used, default_gradient(used))
+            rule, given = default_gradient(used), (contract.param_grad or {}).get(name, {})
+            grad = tuple(given.get(n, g) for n, g in zip(spec.names, rule, strict=True))
+            layouts = (stored, used, grad)
             problems += _refusals(f"params.{name}", layouts, spec)
         problems += _unequal_averages(contract, spec)
     for side, names in (("in", inputs), ("out", outputs)):

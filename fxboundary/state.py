@@ -74,6 +74,38 @@ def _gather(
         return redistribute(local, move)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile`` and ``DistributedDataParallel``, whose names count."""
+    from torch._dynamo import OptimizedModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    while isinstance(model, (OptimizedModule, DistributedDataParallel)):
+        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
+    return model
+
+
+def check_shards(params: Mapping[int, tuple[nn.Parameter, ParamPort]], mesh: LiveMesh) -> None:
+    """Refuse parameters that are not this rank's shards, before anything is gathered.
+
+    Raises:
+        PlacementMismatchError: names the parameter and its shape.
+    """
+    for param, port in params.values():
+        shapes = [port.shape] if port.parts is None else [_with_size(port, n) for n in port.parts]
+        cuts = [
+            local_shape_and_offset(shape, port.stored, mesh.spec.sizes, mesh.coordinate)[0]
+            for shape in shapes
+        ]
+        expected = list(cuts[0])
+        if port.parts is not None:
+            expected[port.shard_dim] = sum(cut[port.shard_dim] for cut in cuts)
+        if tuple(param.shape) != tuple(expected):
+            raise PlacementMismatchError(
+                f"{port.name}: expected this rank's shard {tuple(expected)} of {port.shape}, found "
+                f"{tuple(param.shape)}; load whole parameters with load_full_state_dict"
+            )
+
+
 def stored_param(module: nn.Module, port: ParamPort) -> nn.Parameter:
     """The parameter of a port as it is stored.
 
@@ -121,6 +153,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     from torch.distributed.tensor import DTensor
 
+    model = unwrapped(model)
     ports = _by_identity(model)
     state, gathered = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -148,6 +181,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     """
     from torch.distributed.tensor import DTensor
 
+    model = unwrapped(model)
     entries = model.state_dict(keep_vars=True)
     _check_names(list(entries), list(state))
     targets = {n: t for n, t in entries.items() if n.rpartition(".")[2] != _EXTRA}

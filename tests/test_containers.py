@@ -84,3 +84,11 @@ def test_none_on_the_way_is_left_alone(container, path):
 def test_an_entry_that_is_not_there_is_an_error(container, key):
     with pytest.raises(KeyError):
         item(container, key)
+
+
+def test_a_container_in_which_nothing_changes_is_the_same_object():
+    cache = {"k": torch.ones(2), "steps": []}
+    assert replace_at(cache, ("k",), lambda x: x) is cache
+    changed = replace_at(cache, ("k",), lambda x: x + 1)
+    assert changed is not cache
+    assert changed["steps"] is cache["steps"]

@@ -365,3 +365,11 @@ def test_yaml_that_means_something_else_is_refused(text, problem):
 def test_names_that_a_mesh_cannot_be_told_by_are_refused(name):
     (problem,) = problems_of(fb.Plan, {name: 2}, {})
     assert problem.startswith(f"mesh: {name!r} is no name for a mesh dimension")
+
+
+def test_a_parameters_gradient_without_a_meaning_is_refused_when_the_plan_is_built():
+    contract = {"params": {"w": {"tp": "S(0)"}}, "param_grad": {"w": {"tp": "R"}}}
+    (problem,) = problems_of(fb.Plan, {"tp": 2}, {"m": contract})
+    assert problem == (
+        "m.params.w: tp: the gradient of a value placed S(0) cannot arrive as R; write S(0)"
+    )

@@ -236,3 +236,38 @@ def test_values_that_cannot_be_loaded_are_found_before_any_is(fake_world, value)
     with pytest.raises(fb.FxBoundaryError, match=r"cannot load: layers\.1\.mlp\.up\.weight is "):
         fb.load_full_state_dict(model, state)
     assert torch.equal(model.layers[0].norm.weight, before)
+
+
+def test_names_are_those_of_the_unsharded_model_inside_wrappers(fake_world):
+    fake_world(2)
+    reference, model, _ = reference_and_model(mesh_of(tp=2), contracts_of(False))
+    compiled = torch.compile(model, backend="fxboundary")
+    assert list(fb.full_state_dict(compiled)) == list(reference.state_dict())
+    fb.load_full_state_dict(compiled, reference.state_dict())
+
+
+def test_removing_from_parameters_that_are_no_shards_changes_nothing(fake_world):
+    fake_world(2)
+    _, model, handle = reference_and_model(mesh_of(tp=2), contracts_of(False))
+    model.layers[1].mlp.up.weight = nn.Parameter(torch.zeros(16, WIDTH))
+    message = r"weight: expected this rank's shard \(8, 8\) of \(16, 8\), found \(16, 8\); load"
+    for _ in range(2):
+        with pytest.raises(fb.PlacementMismatchError, match=message):
+            handle.remove()
+    assert model.layers[0].mlp.up.weight.shape == (8, WIDTH)
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x):
+        return x * 2, x
+
+
+@pytest.mark.filterwarnings("ignore::fxboundary.FxBoundaryWarning")
+def test_an_absent_output_breaks_no_graph(fake_world):
+    fake_world(2)
+    layouts = {"a": {"tp": "P"}, "b": {"tp": "P"}, "c": {"tp": "P"}}
+    model = TwoOutputs()
+    contract = {"out_src": layouts, "out_dst": {name: {} for name in layouts}}
+    fb.apply(model, fb.Plan(mesh_of(tp=2), {"": contract}))
+    y, _ = torch.compile(model, backend="fxboundary", fullgraph=True)(torch.ones(2))
+    assert torch.equal(y, torch.full((2,), 2.0))
