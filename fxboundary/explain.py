@@ -75,7 +75,8 @@ class Way:
     """One direction of a port.
 
     ``sent`` are a rank's bytes, ``least`` those that the busiest rank receives in any program;
-    both may be fractions of the whole tensor. ``seconds`` are the cost model's.
+    both may be fractions of the whole tensor. ``seconds`` are the cost model's, ``memory`` the
+    bytes that the program needs besides its input.
     """
 
     steps: str
@@ -83,6 +84,7 @@ class Way:
     sent: int | Fraction | None
     least: int | Fraction | None = None
     seconds: float | None = None
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,8 @@ def _ways(layouts: Layouts, spec: MeshSpec, tensors: Tensors | None) -> tuple[Wa
         if tensors is None:
             elements = prod(whole)
             return Way(text, collectives, Fraction(sent, elements), Fraction(least, elements))
-        seconds, _ = cost(steps, start, whole, itemsize, spec, DEFAULT_MODEL)
-        return Way(text, collectives, sent, least, seconds)
+        seconds, memory = cost(steps, start, whole, itemsize, spec, DEFAULT_MODEL)
+        return Way(text, collectives, sent, least, seconds, memory)
 
     before, after = (tensors.before, tensors.after) if tensors is not None else (None, None)
     backward = way(transition.backward, grad, adjoint_layout(src), after)
@@ -349,9 +351,12 @@ def _legend(rows: list[Row], model: str | None) -> str:
         return (
             f"{text}, as a part of the whole tensor. {bound} Collectives: of one matching module."
         )
+    ways = [way for row in rows for way in (row.forward, row.backward)]
+    memory = max((way.memory for way in ways), default=0)
     text += (
-        f". {bound} time: by the cost model, links inside and across nodes of 8. Shapes are rank "
-        f"0's, before → after the port."
+        f". {bound} time: by the cost model, links inside and across nodes of 8. Most memory that "
+        f"a program needs besides its input: {bytes_text(memory)}. Shapes are rank 0's, before → "
+        f"after the port."
     )
     if any(row.forward.collectives and not isinstance(row.forward.sent, int) for row in rows):
         text += (

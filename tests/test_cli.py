@@ -160,8 +160,9 @@ plan.yaml on tp=2
  KiB
  ──────────────────────────────────────────────────────────────────────────────────────────
 grad: the layout in which the gradient arrives. sent: by one rank, ring algorithms. No
-program sends less. time: by the cost model, links inside and across nodes of 8. Shapes are
-rank 0's, before → after the port.""",
+program sends less. time: by the cost model, links inside and across nodes of 8. Most memory
+that a program needs besides its input: 1.0 KiB. Shapes are rank 0's, before → after the
+port.""",
     )
     assert not dist.is_initialized()
 
