@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from fxboundary.binding import BoundInput, bind_inputs, output_indices
-from fxboundary.containers import item, replace_at, split_path, with_index, with_item
+from fxboundary.containers import entry_at, item, replace_at, split_path, with_index, with_item
 from fxboundary.contract import OUTPUT, Contract
 from fxboundary.errors import ContractError, PlacementMismatchError, UnsupportedTransitionError
 from fxboundary.mesh import register_mesh
@@ -282,7 +282,10 @@ class PrecompiledBoundary:
         """Redistribute the tensor at ``path`` inside ``value``."""
         if not path:
             return None if value is None else op.execute(value, as_dtensor=as_dtensor)
+        idle = op.execution_op is None and op.collective_type == "identity" and not as_dtensor
         try:
+            if idle and not is_dtensor(entry_at(value, path)):
+                return value  # the container itself, into which the module may write
             return replace_at(value, path, partial(op.execute, as_dtensor=as_dtensor))
         except (KeyError, IndexError) as error:
             raise PlacementMismatchError(

@@ -23,8 +23,6 @@ def split_path(name: str) -> tuple[str, Path]:
 def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     """``container`` with ``change`` applied at ``path``; ``None`` on the way is left alone.
 
-    The same object where nothing changes.
-
     Raises:
         KeyError: a segment that the container lacks.
     """
@@ -33,9 +31,20 @@ def replace_at(container: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     if not path:
         return change(container)
     key, rest = path[0], path[1:]
-    before = item(container, key)
-    after = replace_at(before, rest, change)
-    return container if after is before else with_item(container, key, after)
+    return with_item(container, key, replace_at(item(container, key), rest, change))
+
+
+def entry_at(container: Any, path: Path) -> Any:
+    """What stands at ``path``; ``None`` where there is a ``None`` on the way.
+
+    Raises:
+        KeyError: a segment that a container lacks.
+    """
+    for key in path:
+        if container is None:
+            return None
+        container = item(container, key)
+    return container
 
 
 def item(container: Any, key: str) -> Any:

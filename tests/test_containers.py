@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxboundary.containers import item, replace_at, split_path, with_index, with_item
+from fxboundary.containers import entry_at, item, replace_at, split_path, with_index, with_item
 
 Pair = namedtuple("Pair", "left right")
 
@@ -86,9 +86,8 @@ def test_an_entry_that_is_not_there_is_an_error(container, key):
         item(container, key)
 
 
-def test_a_container_in_which_nothing_changes_is_the_same_object():
-    cache = {"k": torch.ones(2), "steps": []}
-    assert replace_at(cache, ("k",), lambda x: x) is cache
-    changed = replace_at(cache, ("k",), lambda x: x + 1)
-    assert changed is not cache
-    assert changed["steps"] is cache["steps"]
+def test_an_entry_is_found_by_its_path():
+    assert entry_at({"a": [None, (3,)]}, ("a", "1", "0")) == 3
+    assert entry_at({"a": None}, ("a", "1", "0")) is None
+    with pytest.raises(KeyError):
+        entry_at({"a": []}, ("b",))

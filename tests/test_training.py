@@ -271,3 +271,22 @@ def test_an_absent_output_breaks_no_graph(fake_world):
     fb.apply(model, fb.Plan(mesh_of(tp=2), {"": contract}))
     y, _ = torch.compile(model, backend="fxboundary", fullgraph=True)(torch.ones(2))
     assert torch.equal(y, torch.full((2,), 2.0))
+
+
+class Cached(nn.Module):
+    def forward(self, x, cache):
+        cache["k"] = torch.cat([cache["k"], x])
+        return x
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_cache_whose_layout_stays_is_written_by_the_module(fake_world, compile_it):
+    fake_world(2)
+    model = Cached()
+    layout = {"cache.k": {"tp": "S(1)"}}
+    fb.apply(model, fb.Plan(mesh_of(tp=2), {"": {"in_src": layout, "in_dst": layout}}))
+    run = torch.compile(model, backend="fxboundary", fullgraph=True) if compile_it else model
+    cache = {"k": torch.zeros(1, 2)}
+    for _ in range(2):
+        run(torch.ones(1, 2), cache)
+    assert cache["k"].shape == (3, 2)
