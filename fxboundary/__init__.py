@@ -17,6 +17,7 @@ from fxboundary.errors import (
     RankMismatchError,
     UnsupportedTransitionError,
 )
+from fxboundary.graph.insert.rewrite import rewrite
 from fxboundary.graph.render import render
 from fxboundary.norms import clip_grad_norm_
 from fxboundary.placements import parse_placement, resolve_placements
@@ -50,4 +51,5 @@ __all__ = [
     "plan_transition",
     "render",
     "resolve_placements",
+    "rewrite",
 ]

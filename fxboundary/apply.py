@@ -11,19 +11,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fxboundary.binding import bind_inputs
-from fxboundary.boundary import PrecompiledBoundary, is_dtensor
+from fxboundary.boundary import PrecompiledBoundary
 from fxboundary.bypasses import bypass_problems, without_fast_path
 from fxboundary.contract import Contract
-from fxboundary.errors import ContractError, FxBoundaryError
+from fxboundary.errors import ContractError
 from fxboundary.mesh import LiveMesh
-from fxboundary.ops import PortOp
+from fxboundary.ops import port_label
 from fxboundary.params import ParamPort, resolve_params
 from fxboundary.placements import near, shard_dim
 from fxboundary.plan import Plan
@@ -35,16 +34,7 @@ from fxboundary.state import (
     shard_tensor,
     stored_param,
 )
-
-
-@dataclass(frozen=True)
-class BoundModule:
-    """What the class of a contracted module knows: found on it by the backend and by state."""
-
-    label: str
-    mesh: LiveMesh
-    contract: Contract | None
-    params: tuple[ParamPort, ...]
+from fxboundary.used_params import BoundModule, used_params
 
 
 class Handle:
@@ -231,7 +221,7 @@ def _install(
         )
         if contract is None and not module_ports and not bypassed:
             continue
-        record = BoundModule(_label(name), mesh, contract, module_ports)
+        record = BoundModule(port_label(name), mesh, contract, module_ports)
         # Layers share a class where they can, so that each compiles to the same graph.
         key = (type(module), record.label, contract and contract.key, module_ports)
         if key not in made:
@@ -242,16 +232,6 @@ def _install(
     for module, cls in changes:
         object.__setattr__(module, "__class__", cls)  # whatever the module's own __setattr__ does
     return Handle(plan, originals, params)
-
-
-def _label(name: str) -> str:
-    """The module's own name, the same for all layers of a list: ``mlp``, ``layers.*``."""
-    parts = name.split(".")
-    return (
-        f"{parts[-2]}.*"
-        if parts[-1].isdigit() and len(parts) > 1
-        else (name and parts[-1]) or "<root>"
-    )
 
 
 def forward_signature(cls: type[nn.Module]) -> inspect.Signature:
@@ -267,6 +247,7 @@ def _bound_class(cls: type[nn.Module], record: BoundModule) -> type:
         "__doc__": cls.__doc__,
         BOUND: record,
         **without_fast_path(cls),
+        **used_params(cls, record),
     }
     contract = record.contract
     if contract is not None and (contract.input_names() or contract.output_names()):
@@ -278,13 +259,6 @@ def _bound_class(cls: type[nn.Module], record: BoundModule) -> type:
             label=record.label,
         )
         namespace["forward"] = _with_ports(cls.forward, boundary)
-    if hasattr(cls, "reset_parameters") and any(
-        port.is_sharded or port.changes_at_use for port in record.params
-    ):
-        namespace["reset_parameters"] = _reset_parameters
-    for port in record.params:
-        if port.changes_at_use:
-            namespace[port.name] = _used_param(port, record)
     return type(cls.__name__, (cls,), namespace)
 
 
@@ -295,27 +269,3 @@ def _with_ports(inner: Callable[..., Any], boundary: PrecompiledBoundary) -> Cal
         return boundary.redistribute_outputs(inner(self, *args, **kwargs))
 
     return forward
-
-
-def _used_param(port: ParamPort, record: BoundModule) -> property:
-    name = port.name
-    where = f"{record.label}:param.{name}"
-    sizes = port.sizes(record.mesh.spec)
-    layouts = (port.stored, port.used, port.grad)
-    op = PortOp(record.mesh, *layouts, where, sizes, port.reduce_dtype)
-
-    def used(self: nn.Module) -> torch.Tensor | None:
-        if name not in self._parameters:
-            raise AttributeError(name)  # a buffer, or nothing: nn.Module.__getattr__ goes on
-        param = self._parameters[name]
-        # Outside of forward FSDP2 keeps shards of its own here, and looks for them by this name.
-        return param if param is None or is_dtensor(param) else op(param)
-
-    return property(used)
-
-
-def _reset_parameters(self: nn.Module) -> None:
-    raise FxBoundaryError(
-        f"{type(self).__name__}.reset_parameters: its parameters are split, and would be "
-        f"initialized as if they were whole; initialize before apply, or load_full_state_dict"
-    )

@@ -12,7 +12,8 @@ import torch
 from torch.fx import GraphModule
 
 from fxboundary.errors import ContractError, FxBoundaryError
-from fxboundary.graph.find import Port, clean_path, graph_modules
+from fxboundary.graph.find import Port, clean_path, find_ports, graph_modules
+from fxboundary.graph.insert.rewrite import insert_boundaries
 from fxboundary.graph.prepare import name_ports, remove_dead_ports
 from fxboundary.graph.render import render
 from fxboundary.patterns import matches
@@ -66,7 +67,10 @@ class Backend:
         """Compile one captured graph; called by Dynamo."""
         _, inductor = _split_options({**self._options, **(options or {})})
         if self._plan is not None:
-            _check_applied(gm, self._plan)
+            if _is_split(gm):
+                _check_applied(gm, self._plan)
+            else:
+                insert_boundaries(gm, self._plan)
         remove_dead_ports(gm)
         ports = name_ports(gm)
         self.graphs.append(GraphReport(tuple(ports), render(gm)))
@@ -78,7 +82,9 @@ class Backend:
 def backend(plan: Plan | None = None, **options: Any) -> Backend:
     """A backend with options of its own: ``torch.compile(model, backend=fb.backend(...))``.
 
-    With a ``plan``, a graph of a model to which that plan was not applied is refused.
+    With a ``plan``, a model that was not split is split while it is compiled: it keeps whole
+    parameters, takes whole inputs and gives the outputs and gradients of the unsplit model, on
+    every rank. Of a model that was split by :func:`fxboundary.apply` the ports are found.
     ``options`` are :class:`Options`' fields, and Inductor's own.
 
     Raises:
@@ -135,6 +141,16 @@ def _inductor(
     verify = VerifyPorts(expected_collectives(ports), noted, users("post_grad_custom_pre_pass"))
     patches |= {"joint_custom_post_pass": noted, "post_grad_custom_pre_pass": verify}
     return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+
+
+def _is_split(gm: GraphModule) -> bool:
+    """Whether a plan was applied to the model, or to a part of it."""
+    return bool(find_ports(gm)) or any(
+        hasattr(cls, BOUND)
+        for module in graph_modules(gm)
+        for node in module.graph.nodes
+        for _, cls in (node.meta.get("nn_module_stack") or {}).values()
+    )
 
 
 def _check_applied(gm: GraphModule, plan: Plan) -> None:

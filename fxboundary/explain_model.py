@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxboundary.apply import BoundModule, apply
+from fxboundary.apply import apply
 from fxboundary.errors import FxBoundaryError
 from fxboundary.explain import Row, Tensors, contract_ports, port_row
 from fxboundary.graph.find import full_name
@@ -26,6 +26,7 @@ from fxboundary.ops import OP
 from fxboundary.placements import local_shape
 from fxboundary.plan import Plan
 from fxboundary.state import BOUND
+from fxboundary.used_params import BoundModule
 
 
 def model_rows(plan: Plan, where: str) -> list[Row]:

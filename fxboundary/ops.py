@@ -89,6 +89,14 @@ def _parse_sizes(text: str, ndim: int) -> dict[int, int]:
     return {int(dim) % ndim: int(size) for dim, size in pairs}
 
 
+def port_label(module: str) -> str:
+    """The module's own name, the same for all layers of a list: ``mlp``, ``layers.*``."""
+    parts = module.split(".")
+    if parts[-1].isdigit() and len(parts) > 1:
+        return f"{parts[-2]}.*"
+    return parts[-1] or "<root>"
+
+
 class PortOp:
     """One port's redistribution, bound to its mesh: tensor in, tensor out.
 

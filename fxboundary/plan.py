@@ -139,14 +139,19 @@ class Plan:
             raise ContractError(problems)
         return matched
 
-    def match_and_problems(self, model: nn.Module) -> tuple[dict[str, Contract], list[str]]:
-        """What :meth:`match` returns, and what it would raise."""
+    def match_and_problems(
+        self, model: nn.Module, *, every_pattern: bool = True
+    ) -> tuple[dict[str, Contract], list[str]]:
+        """What :meth:`match` returns, and what it would raise.
+
+        Without ``every_pattern``, ``model`` is a part of one: a pattern may match nothing.
+        """
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         matched: dict[str, Contract] = {}
         problems: list[str] = []
         for pattern, contract in self.contracts.items():
             found = [name for name in names if matches(pattern, name)]
-            if not found:
+            if not found and every_pattern:
                 problems.append(f"{_at(pattern)}: matches no module{_near_names(pattern, names)}")
             for name in found:
                 earlier = matched.get(name)

@@ -457,11 +457,20 @@ def test_a_graph_without_ports_is_said_once_at_debug_level(caplog):
     ] == [("DEBUG", True)]
 
 
-def test_a_plan_that_was_not_applied_is_refused(fake_world):
+def test_an_unsplit_model_is_refused_where_a_value_arrives_otherwise(fake_world):
     fake_world(4)
     plan = fb.Plan(mesh_of(tp=4), mlp_contracts(True))
     run = torch.compile(Stack(), backend=fb.backend(plan))
-    with pytest.raises(Exception, match=r"layers\.0\.norm: the plan contracts it, but it has no "):
+    with pytest.raises(Exception, match=r"norm:in\.x: declared to be tp: S\(1\), but .* is whole"):
+        run(torch.randn(1, 2, WIDTH))
+
+
+def test_an_unsplit_part_of_a_split_model_is_refused(fake_world):
+    fake_world(4)
+    model = Stack()
+    fb.apply(model.layers[0], fb.Plan(mesh_of(tp=4), {"mlp": mlp_contracts(False)["layers.*.mlp"]}))
+    run = torch.compile(model, backend=fb.backend(fb.Plan(mesh_of(tp=4), mlp_contracts(False))))
+    with pytest.raises(Exception, match=r"layers\.1\.mlp: the plan contracts it, but it has no "):
         run(torch.randn(1, 2, WIDTH))
 
 

@@ -118,10 +118,28 @@ def _value(node: Any) -> torch.Tensor | None:
 
 
 def module_path(node: Node) -> str:
-    """Name of the innermost module whose forward made the node, relative to what is traced."""
+    """Name of the innermost module whose forward made the node, relative to what is traced.
+
+    From a module's second call on it ends with the call's number, ``layers.0.mlp#2``.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values()))), "")
-    return clean_path(path)
+    key, (path, _) = next(reversed(list(stack.items())), ("", ("", None)))
+    return call_name(clean_path(path), call_index(key))
+
+
+def call_index(key: str) -> int:
+    """Which call of its module an entry of the stack is: its key ends with ``@1`` at the second.
+
+    >>> call_index("L__self___lin"), call_index("140478564686608@1")
+    (0, 1)
+    """
+    _, at, number = str(key).rpartition("@")
+    return int(number) if at and number.isdigit() else 0
+
+
+def call_name(path: str, call: int) -> str:
+    """``layers.0.mlp`` for the first call of a module, ``layers.0.mlp#2`` for the second."""
+    return f"{path}#{call + 1}" if call else path
 
 
 def clean_path(path: str) -> str:
@@ -148,11 +166,18 @@ def full_name(label: str, path: str) -> str:
         return f"{path}:{port}"
     own = module.removesuffix(".*")
     parts = path.split(".") if path else []
+    last = parts[-1].partition("#")[0] if parts else ""
     if module.endswith(".*"):
-        within = [i for i, part in enumerate(parts[:-1]) if part == own and parts[i + 1].isdigit()]
+        within = [
+            i for i, part in enumerate(parts[:-1]) if part == own and _is_number(parts[i + 1])
+        ]
         if within:
             return f"{'.'.join(parts[: within[-1] + 2])}:{port}"
-        return f"{'.'.join([*parts, module])}:{port}" if parts and parts[-1] != own else label
-    if parts and parts[-1] == own:
+        return f"{'.'.join([*parts, module])}:{port}" if parts and last != own else label
+    if parts and last == own:
         return f"{path}:{port}"
     return f"{'.'.join([*parts, own])}:{port}"
+
+
+def _is_number(part: str) -> bool:
+    return part.partition("#")[0].isdigit()

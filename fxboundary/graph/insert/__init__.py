@@ -1,0 +1,1 @@
+"""Boundaries put into a graph that was captured without them."""

@@ -1,0 +1,122 @@
+"""Operators that work element by element: which they are, and operands that must be cut to fit.
+
+A mask, a position or another constant that is whole meets a value that is cut: this rank needs
+its part of the constant. What is trained is never cut here: that is a contract's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxboundary.graph.insert.dims import Dim, Unclear
+from fxboundary.graph.insert.values import Value
+
+_NAMES = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "true_divide",
+        "floordiv",
+        "floor_divide",
+        "mod",
+        "remainder",
+        "fmod",
+        "pow",
+        "radd",
+        "rsub",
+        "rmul",
+        "rtruediv",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "xor",
+        "iand",
+        "ior",
+        "ixor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "where",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "atan2",
+        "copysign",
+        "clamp",
+        "rms_norm_",
+        "mul_",
+        "dropout",
+    ]
+)
+
+
+def is_elementwise(name: str, target: Any) -> bool:
+    """By the operator's own tag, or by the name that Python and torch share for it."""
+    plain = name.strip("_")
+    return plain in _NAMES or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, Dim]]:
+    """Operands (any key, value) to be cut: the key, the dimension, and how it is to be cut.
+
+    Raises:
+        Unclear: operands are cut differently; one that is trained would have to be cut.
+    """
+    found = []
+    rank = max(len(value.dims) for _, value in operands)
+    for i in range(1, rank + 1):
+        wide = [(key, v, v.dims[-i]) for key, v in operands if len(v.dims) >= i]
+        wide = [
+            (key, v, dim)
+            for key, v, dim in wide
+            if not (isinstance(dim.size, int) and dim.size == 1)
+        ]
+        cut = [dim for _, _, dim in wide if dim.mesh_dims]
+        if not cut:
+            continue
+        if len({dim.mesh_dims for dim in cut}) > 1:
+            raise Unclear(f"its operands are cut differently along dimension -{i}")
+        for key, value, dim in wide:
+            if dim.mesh_dims:
+                continue
+            at = len(value.dims) - i
+            if not value.free:
+                raise Unclear(
+                    f"its operand {_name(key)} is whole along dimension {at}, where another is cut"
+                )
+            clear = next((d for d in cut if d.is_shard), None)
+            if clear is None:
+                raise Unclear(
+                    f"its operand {_name(key)} is whole along dimension {at}, where another is cut "
+                    f"in several places"
+                )
+            found.append((key, at, clear))
+    return found
+
+
+def _name(key: Any) -> str:
+    return key.name if isinstance(key, Node) else str(key)
