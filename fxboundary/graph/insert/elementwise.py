@@ -6,7 +6,7 @@ its part of the constant. What is trained is never cut here: that is a contract'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,25 @@ def is_elementwise(name: str, target: Any) -> bool:
     return plain in _NAMES or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+def broadcast_operands(
+    name: str, target: Any, node: Node, arguments: Mapping[str, Any], env: Mapping[Node, Any]
+) -> list[tuple[Any, Value]]:
+    """The operands of a node that are broadcast against each other; none where it does not.
+
+    Those of attention are its mask and the scores, which have no node of their own.
+    """
+    if name == "scaled_dot_product_attention":
+        mask = arguments.get("attn_mask")
+        query, key = arguments["query"], arguments["key"]
+        if not isinstance(mask, Node):
+            return []
+        scores = (*env[query].dims[:-1], env[key].dims[-2])
+        return [(mask, env[mask]), ("scores", Value(env[query].local, scores, False))]
+    if not is_elementwise(name, target):
+        return []
+    return [(n, env[n]) for n in node.all_input_nodes if isinstance(env[n], Value)]
+
+
 def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, Dim]]:
     """Operands (any key, value) to be cut: the key, the dimension, and how it is to be cut.
 
@@ -87,7 +106,7 @@ def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, D
         Unclear: operands are cut differently; one that is trained would have to be cut.
     """
     found = []
-    rank = max(len(value.dims) for _, value in operands)
+    rank = max((len(value.dims) for _, value in operands), default=0)
     for i in range(1, rank + 1):
         wide = [(key, v, v.dims[-i]) for key, v in operands if len(v.dims) >= i]
         wide = [

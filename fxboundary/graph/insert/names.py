@@ -1,8 +1,8 @@
 """Which value of a graph is which input or output of a module.
 
 A capture that traced into a module keeps no arguments. A name is bound where only one value can be
-meant: the one tensor that enters, or the one whose every use stands in statements of ``forward``
-that read this parameter and no other. What cannot be bound so is called by its number.
+meant: the one tensor that enters, or the one whose uses stand in statements of ``forward`` that
+read this parameter and no other. What cannot be bound so is called by its number.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ def by_source(region: Region, names: Sequence[str], values: Sequence[Node]) -> d
     depth = sum(other is not None and other.code is forward.code for other in above)
     claims: dict[str, list[Node]] = {}
     for value in values:
-        found: set[str] | None = None
-        for user in value.users:
-            if user in region.nodes:
-                read = _read_at(user, forward, depth, names)
-                found = read if found is None else found & read
-        if found is not None and len(found) == 1:
+        reads = [
+            _read_at(user, forward, depth, names) for user in value.users if user in region.nodes
+        ]
+        # A statement that reads no parameter got the value through a variable of its own.
+        found = set.intersection(*([r for r in reads if r] or [set()]))
+        if len(found) == 1:
             claims.setdefault(found.pop(), []).append(value)
     return {name: claimed[0] for name, claimed in claims.items() if len(claimed) == 1}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 import torch.nn as nn
 from torch.fx import GraphModule, Node
 
-from fxboundary.graph.insert.dims import Dim, dims_of, stacked
-from fxboundary.graph.insert.regions import Region, attribute
+from fxboundary.graph.insert.dims import Dim, Place, dims_of, stacked
+from fxboundary.graph.insert.regions import Region, attribute, node_value
 from fxboundary.graph.insert.values import Value
 from fxboundary.mesh import LiveMesh
 from fxboundary.ops import OP, PortOp, port_label
@@ -158,25 +159,22 @@ def _cut_whole(node: Node, use: _Use, mesh: LiveMesh) -> None:
         op = param_op(replace(port, stored=whole), mesh, port_label(use.owner))
         _replace(use, node, _before(use, op, node))
         return
-    at, graph = port.shard_dim, node.graph
-    with graph.inserting_before(use.users[0]):
-        split = graph.call_function(torch.split, (node, list(port.parts), at))
+    at, value = port.shard_dim, node_value(node)
+    with node.graph.inserting_before(use.users[0]):
+        parts = list(torch.split(value, list(port.parts), at))
+        split = _call(use, torch.split, (node, list(port.parts), at), tuple(parts))
         pieces = []
-        for i, size in enumerate(port.parts):
-            shape = tuple(size if d == at else n for d, n in enumerate(port.shape))
-            part = replace(port, stored=whole, shape=shape, parts=None)
-            op = param_op(part, mesh, port_label(use.owner))
-            piece = graph.call_function(_getitem, (split, i))
-            pieces.append(_node(use, op, piece))
-        joined = graph.call_function(torch.cat, (pieces, at))
-    for made in (split, joined, *(p.args[0] for p in pieces)):
-        made.meta["nn_module_stack"] = dict(use.stack)  # type: ignore[union-attr]
-    joined.meta["fxboundary_parts"] = port
-    _replace(use, node, joined)
+        for i, part in enumerate(parts):
+            own = replace(port, stored=whole, shape=tuple(part.shape), parts=None)
+            op = param_op(own, mesh, port_label(use.owner))
+            pieces.append(_node(use, op, _call(use, operator.getitem, (split, i), part)))
+        _replace(use, node, _call(use, torch.cat, (pieces, at), value))
 
 
-def _getitem(values: Sequence[Any], index: int) -> Any:
-    return values[index]
+def _call(use: _Use, function: Any, args: tuple[Any, ...], captured: Any) -> Node:
+    found = use.users[0].graph.call_function(function, args)
+    found.meta.update(nn_module_stack=dict(use.stack), example_value=captured)
+    return found
 
 
 def _before(use: _Use, op: PortOp, node: Node) -> Node:
@@ -198,7 +196,5 @@ def _replace(use: _Use, node: Node, by: Node) -> None:
 def stored_value(port: ParamPort, mesh: LiveMesh, like: torch.Tensor) -> Value:
     """A fake shard of a parameter, and what it is made of."""
     dims = param_dims(port, mesh)
-    from fxboundary.graph.insert.dims import Place
-
     shape = Place(mesh.spec, mesh.coordinate).shape(dims)
     return Value(like.new_empty(shape), dims, free=False)

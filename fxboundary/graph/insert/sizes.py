@@ -18,7 +18,7 @@ from fxboundary.errors import PlacementMismatchError
 from fxboundary.graph.find import module_path
 from fxboundary.graph.insert.along import refuse_partial_work
 from fxboundary.graph.insert.dims import Dim, Place, Unclear, dims_of, whole
-from fxboundary.graph.insert.elementwise import cuts_needed, is_elementwise
+from fxboundary.graph.insert.elementwise import broadcast_operands, cuts_needed
 from fxboundary.graph.insert.literals import RULES, Call
 from fxboundary.graph.insert.names import source_line
 from fxboundary.graph.insert.regions import attribute, node_value
@@ -90,7 +90,6 @@ class LocalSizes:
         return self._held.get(str(node.target), ()) if node.op == "call_module" else ()
 
     def _computed(self, gm: GraphModule, call: Call, env: dict[Node, Any]) -> Any:
-        node = call.node
         subgraph = _subgraph(call)
         if subgraph is not None:
             return self._nested(call, subgraph)
@@ -101,7 +100,7 @@ class LocalSizes:
         dims = None
         if rule is not None and (call.name == "cat" or isinstance(call.first, Value)):
             dims = rule(call)
-        elif is_elementwise(call.name, node.target):
+        else:
             self._cut_operands(call, env)
         local = self._execute(gm, call, localized)
         return self._structured(gm, call, local, dims)
@@ -185,7 +184,9 @@ class LocalSizes:
 
     def _cut_operands(self, call: Call, env: dict[Node, Any]) -> None:
         node = call.node
-        operands = [(n, env[n]) for n in node.all_input_nodes if isinstance(env[n], Value)]
+        named = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False))
+        arguments = {**named, **node.kwargs}
+        operands = broadcast_operands(call.name, node.target, node, arguments, env)
         for operand, at, dim in cuts_needed(operands):
             value = env[operand]
             layout = tuple(
