@@ -1,4 +1,4 @@
-"""Models of Hugging Face's, captured whole and rewritten, against themselves unsplit on gloo ranks."""
+"""Models of Hugging Face, captured whole and rewritten, against themselves unsplit on gloo."""
 
 from __future__ import annotations
 
