@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxboundary.apply import apply
-from fxboundary.errors import FxBoundaryError
 from fxboundary.explain import Row, Tensors, contract_ports, port_row
 from fxboundary.graph.find import full_name
 from fxboundary.mesh import MeshSpec
@@ -26,6 +20,7 @@ from fxboundary.ops import OP
 from fxboundary.placements import local_shape
 from fxboundary.plan import Plan
 from fxboundary.state import BOUND
+from fxboundary.static import arguments, explained, fake_mesh, make_model
 from fxboundary.used_params import BoundModule
 
 
@@ -35,11 +30,8 @@ def model_rows(plan: Plan, where: str) -> list[Row]:
     Raises:
         FxBoundaryError: the factory, its model's forward, or the plan on the model fails.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    model, inputs = _make(where)
-    with _fake_group(prod(plan.spec.sizes)):
-        mesh = init_device_mesh("cpu", plan.spec.sizes, mesh_dim_names=plan.spec.names)
+    model, inputs = make_model(where)
+    with fake_mesh(plan.spec) as mesh:
         apply(model, Plan(mesh, plan.contracts))
         seen = {} if inputs is None else _run(model, inputs, where)
         bound = {
@@ -55,53 +47,6 @@ def model_rows(plan: Plan, where: str) -> list[Row]:
         return sorted(rows, key=lambda row: list(bound).index(row.module))
 
 
-def _make(where: str) -> tuple[nn.Module, Any]:
-    module_name, _, factory_name = where.partition(":")
-    if not module_name or not factory_name:
-        raise FxBoundaryError(f"--model {where}: write module:factory")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: Any = importlib.import_module(module_name)
-        for part in factory_name.split("."):
-            factory = getattr(factory, part)
-    except Exception as error:  # whatever a user's module raises when it is imported
-        raise FxBoundaryError(f"--model {where}: {error}") from None
-    failed = f"--model {where}: the factory failed on the meta device"
-    with _explained(failed), torch.device("meta"):
-        made = factory()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise FxBoundaryError(
-            f"--model {where}: returned {type(made).__name__}; return a module, or "
-            f"(module, example_inputs)"
-        )
-    return model.to("meta"), inputs
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except FxBoundaryError:
-        raise
-    except Exception as error:
-        raise FxBoundaryError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _fake_group(size: int) -> Iterator[None]:
-    """A process group of ``size`` ranks that does nothing; this process is rank 0."""
-    # Private to torch; read on torch 2.13.0 and 2.14.1.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def _run(model: nn.Module, inputs: Any, where: str) -> dict[str, list[Tensors]]:
     """Run the forward once; the tensors at each port, by its full name."""
     # Fake tensors, on the meta device: models know them, and ask nothing about their values.
@@ -110,12 +55,10 @@ def _run(model: nn.Module, inputs: Any, where: str) -> dict[str, list[Tensors]]:
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: fake.from_tensor(t.to("meta")), inputs)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = () if isinstance(inputs, Mapping) else inputs
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    args, kwargs = arguments(inputs)
     recorder = _Recorder(model)
     failed = f"--model {where}: its forward failed on the meta device"
-    with _explained(failed), torch.no_grad(), fake, recorder:
+    with explained(failed), torch.no_grad(), fake, recorder:
         model(*args, **kwargs)
     return recorder.seen
 
