@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class Frame:
 class Operation:
     """``chain`` are the calls of modules it is in, outermost first; ``inputs`` are operations.
 
-    ``gradient``: whether the gradient of its result is wanted.
+    ``gradient``: whether the gradient of its result is wanted, and there: taken as if all
+    parameters and all inputs of the graph wanted theirs.
     """
 
     node: Node
@@ -50,7 +51,24 @@ def read_flow(gm: GraphModule) -> list[Operation]:
     """All operations; inputs of the graph and its results are the first and the last ones."""
     reader = _Reader({id(port.node): port for port in find_ports(gm)})
     reader.read(gm, None)
-    return reader.operations
+    return _reached(reader.operations)
+
+
+def _reached(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations, with gradients only where one comes from a result of the graph.
+
+    What nobody uses may have written into another tensor: it counts as a result.
+    """
+    used = {source for operation in operations for source in operation.inputs}
+    reached: set[int] = set()
+    found: list[Operation] = []
+    for index in range(len(operations) - 1, -1, -1):
+        operation = operations[index]
+        gradient = operation.gradient and (index not in used or index in reached)
+        if gradient:
+            reached.update(operation.inputs)
+        found.append(replace(operation, gradient=gradient))
+    return found[::-1]
 
 
 @dataclass
@@ -112,6 +130,9 @@ class _Reader:
         has_parameters = node.op == "call_module"
         gradient = (found.gradient or has_parameters) and self.grad_mode and _is_floating(node)
         gradient = gradient and "detach" not in str(node.target)
+        port = self.ports.get(id(node))
+        if port is not None and port.transition is not None:
+            gradient = gradient and port.transition.differentiable
         return self._add(node, self._chain(node), found.sources, gradient)
 
     def _call(

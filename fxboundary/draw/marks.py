@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fxboundary.draw.picture import Mark, Way
@@ -15,7 +16,7 @@ from fxboundary.transition.transition import Transition
 
 def mark_of(port: Port, module: str, gradient: bool, symbols: dict[str, str]) -> Mark:
     """``module`` is the one at whose box it stands; ``gradient``: whether one gets there."""
-    owner, _, label = port.name.rpartition(":")
+    owner, _, label = re.sub(r"#[0-9]+", "", port.name).rpartition(":")
     if owner != module:
         within = owner.removeprefix(f"{module}.") if module else owner
         label = f"{within}:{label}"

@@ -108,6 +108,7 @@ function open(repeat) {
       inner.dataset.paths = JSON.stringify(JSON.parse(inner.dataset.paths).map((p) => renamed(p, paths, copy)));
     }
     for (const tip of all(".tip")) tip.textContent = renamed(tip.textContent, paths, copy);
+    for (const port of all(".port")) port.ariaLabel = renamed(port.ariaLabel, paths, copy);
     clone.querySelector(".name").textContent = titles[copy];
     copies.append(clone);
   }
@@ -134,6 +135,7 @@ function toggle(button) {
     (opening ? open : close)(twin);
     const own = twin.querySelector(":scope > .bar > button");
     own.setAttribute("aria-expanded", opening);
+    own.querySelector(".more").textContent = opening ? " fold" : " unfold";
     draw(root);
   }
 }

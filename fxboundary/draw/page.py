@@ -141,7 +141,7 @@ def _named(title: str, kind: str) -> str:
 
 
 def _card(card: Card, direction: Direction) -> Iterator[str]:
-    yield f'<div class="card {card.kind}" data-id="{card.id}">'
+    yield f'<div class="card of-{card.kind}" data-id="{card.id}">'
     for slot, mark in enumerate(card.ins):
         yield _port(mark, slot, direction)
     if card.kind == "module":
@@ -149,7 +149,7 @@ def _card(card: Card, direction: Direction) -> Iterator[str]:
     elif card.kind != "port":
         label = f"{card.type}: {card.title}" if card.kind == "values" else card.title
         text = _escape(label.rstrip(": "))
-        yield f'<div class="body" data-slot="{BODY}"><span class="name">{text}</span></div>'
+        yield f'<div class="body" data-slot="{BODY}"><span>{text}</span></div>'
     for slot, mark in enumerate((*card.params, *card.outs), len(card.ins)):
         yield _port(mark, slot, direction)
     yield "</div>"
@@ -162,8 +162,10 @@ def _port(mark: Mark, slot: int, direction: Direction) -> str:
     sent = sent_text(way) if way else ""
     steps = f"{way.layouts}  {way.steps}" if way else ""
     tip = "\n".join(_escape(line) for line in tooltip(mark, direction))
+    spoken = _escape(", ".join(filter(None, (f"{mark.name}: {label}", steps, sent))))
     return (
-        f'<div class="port" tabindex="0" data-slot="{slot}" style="--kind:var(--{kind})">'
+        f'<div class="port" tabindex="0" role="group" aria-label="{spoken}" '
+        f'data-slot="{slot}" style="--kind:var(--{kind})">'
         f'<div class="first"><span class="label">{_escape(mark.label)}</span>'
         f'<span class="kind">{_escape(label)}</span><span class="sent">{sent}</span></div>'
         f'<div class="steps">{_escape(steps)}</div><span class="tip">{tip}</span></div>'

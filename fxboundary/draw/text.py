@@ -8,7 +8,7 @@ from fxboundary.draw.picture import Direction, Mark, Total, Way
 from fxboundary.transition.program import bytes_text
 
 NO_GRADIENT = "no gradient"
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:

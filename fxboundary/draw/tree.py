@@ -1,7 +1,7 @@
 """Operations of a graph as boxes within boxes, in program order.
 
 A module that has ports inside is a container; any other one is a single box, whatever it calls:
-between its boundaries tensors are local, and a drawing of boundaries has nothing to say there.
+inside it tensors are local, and a drawing of boundaries has nothing to say there.
 Operations of a container's own that follow each other share a box. Equal neighbours are folded.
 """
 
@@ -19,6 +19,7 @@ from fxboundary.draw.fold import fold
 from fxboundary.draw.marks import mark_of
 from fxboundary.draw.picture import BODY, Anchor, Card, Edge, Group, Item, Mark, Part
 
+Chain = tuple[Frame, ...]
 _ROOT = Frame("", "")
 _SHOWN_NAMES = 3  # of a box of operations
 
@@ -68,16 +69,32 @@ def build_part(operations: Sequence[Operation], symbols: dict[str, str]) -> tupl
     return Part(fold(items, edges), edges), marks
 
 
-def _containers(operations: Sequence[Operation]) -> set[tuple[Frame, ...]]:
-    return {
-        operation.chain[:length]
-        for operation in operations
-        if operation.port is not None
-        for length in range(len(operation.chain))
-    } | {()}
+def _containers(operations: Sequence[Operation]) -> set[Chain]:
+    """The modules that are opened: those with ports of activations inside.
+
+    Ports of parameters open a module only where it has no ports of activations itself: a bias
+    below a contracted MLP is drawn at the MLP.
+    """
+    ports = [operation for operation in operations if operation.port is not None]
+    activations = [operation.chain for operation in ports if _side(operation) != "param"]
+    own = set(activations)
+    found = {chain[:length] for chain in own for length in range(len(chain))} | {()}
+    closed = own - found
+    for operation in ports:
+        for length in range(len(operation.chain)):
+            if operation.chain[:length] in closed:
+                break
+            found.add(operation.chain[:length])
+    return found
 
 
-def _box(root: _Container, operation: Operation, containers: set[tuple[Frame, ...]]) -> _Box:
+def _side(operation: Operation) -> str:
+    """``in``, ``param`` or ``out``."""
+    assert operation.port is not None
+    return operation.port.name.rpartition(":")[2].partition(".")[0]
+
+
+def _box(root: _Container, operation: Operation, containers: set[Chain]) -> _Box:
     at, chain = root, operation.chain
     for depth, frame in enumerate(chain, 1):
         if chain[:depth] not in containers:
