@@ -42,7 +42,7 @@ def _way(move: Transition, start: Layout, local: tuple[object, ...] | None, port
     )
     heaviest = max(parts, key=lambda part: part[1] or 0, default=("local" if steps else "none", 0))
     label = " + ".join(dict.fromkeys(step.kind for step in steps)) or "none"
-    text = move.steps_text(steps)
+    text = move.steps_text(steps) if steps else ""
     return Way(heaviest[0], label, move.arrow().replace("->", "→"), text, parts)
 
 

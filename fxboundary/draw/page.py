@@ -160,7 +160,7 @@ def _port(mark: Mark, slot: int, direction: Direction) -> str:
     kind = way.kind if way else "none"
     label = way.label if way else NO_GRADIENT
     sent = sent_text(way) if way else ""
-    steps = f"{way.layouts}  {way.steps}" if way else ""
+    steps = way.text if way else ""
     tip = "\n".join(_escape(line) for line in tooltip(mark, direction))
     spoken = _escape(", ".join(filter(None, (f"{mark.name}: {label}", steps, sent))))
     return (

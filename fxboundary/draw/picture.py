@@ -16,8 +16,8 @@ BODY = -1  # the slot of a card's own box; its ports are 0, 1, …
 class Way:
     """One direction of a port.
 
-    ``kind`` gives the colour, ``label`` names all the kinds of its steps. ``parts`` are its steps
-    that are not local, each with the bytes that rank 0 sends (``None`` where sizes are unknown).
+    ``kind`` gives the colour, ``label`` names all the kinds of its steps. ``parts`` are its
+    collectives, each with the bytes that rank 0 sends (``None`` where sizes are unknown).
     """
 
     kind: str
@@ -25,6 +25,11 @@ class Way:
     layouts: str
     steps: str
     parts: tuple[tuple[str, int | None], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Layouts and steps."""
+        return f"{self.layouts}  {self.steps}".rstrip()
 
     @property
     def sent(self) -> int | None:

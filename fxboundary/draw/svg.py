@@ -161,7 +161,7 @@ def _port(row: Row, direction: Direction) -> Iterator[str]:
     if sent:
         yield _text(right, row.y + 14, sent, "e")
     if way:
-        yield _text(row.x + 14, row.y + 28, f"{way.layouts}  {way.steps}", "s", room)
+        yield _text(row.x + 14, row.y + 28, way.text, "s", room)
     yield "</g>"
 
 

@@ -41,7 +41,7 @@ def tooltip(mark: Mark, direction: Direction) -> list[str]:
     if way is None:
         return [*lines, NO_GRADIENT]
     what = "layouts" if direction == "forward" else "gradient's layouts"
-    lines += [f"{what}: {way.layouts}", f"steps: {way.steps}"]
+    lines += [f"{what}: {way.layouts}", f"steps: {way.steps or 'none'}"]
     if way.parts:
         exact = "unknown" if way.sent is None else f"{way.sent:,} bytes"
         lines.append(f"sent by rank 0: {exact}")
