@@ -18,7 +18,7 @@ import fxboundary.ops  # the operator
 from fxboundary.cli import main
 from fxboundary.draw import draw, picture_of
 from fxboundary.draw.page import page_text
-from fxboundary.draw.picture import Card, Group, Picture, Repeat, cards, folded
+from fxboundary.draw.picture import Group, Picture, Repeat, cards, folded
 from fxboundary.draw.svg import svg_text
 from fxboundary.static import capture, fake_mesh
 
@@ -212,11 +212,7 @@ def test_names_are_text_and_never_markup(monkeypatch) -> None:
 def test_a_graph_without_ports_shows_its_modules_and_says_so() -> None:
     drawn = picture_of([torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))], "t")
     assert drawn.ports == 0
-    assert boxes(drawn) == ["input_1()", "0()", "1()", "values()"] or boxes(drawn)[1:] == [
-        "0()",
-        "1()",
-        "values()",
-    ]
+    assert boxes(drawn)[1:] == ["0()", "1()", "values()"]
     assert "no ports" in texts(svg_text(drawn))
     assert "No ports." in Parsed(page_text(drawn)).text
 
@@ -394,11 +390,3 @@ def test_an_absent_plan_is_an_error(tmp_path, capsys) -> None:
     output = str(tmp_path / "b.svg")
     assert main(["draw", "absent.yaml", "--model", "a:b", "-o", output]) == 2
     assert capsys.readouterr().err == "error: absent.yaml: No such file or directory\n"
-
-
-def test_only_cards_and_groups_are_repeated(stack: Picture) -> None:
-    assert all(
-        isinstance(item.first, (Card, Group))
-        for item in stack.parts[0].items
-        if isinstance(item, Repeat)
-    )
