@@ -1,4 +1,4 @@
-"""The command line: ``fxboundary demo`` and ``fxboundary explain``."""
+"""The command line: ``fxboundary demo``, ``explain`` and ``draw``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_explain(commands)
+    _add_draw(commands)
     return parser
 
 
@@ -96,4 +97,30 @@ def _explain(arguments: argparse.Namespace) -> int:
     from fxboundary.explain import print_explanation
 
     print_explanation(arguments.plan, arguments.mesh, arguments.model)
+    return 0
+
+
+def _add_draw(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    draw = commands.add_parser(
+        "draw",
+        help="draw a model's modules, ports and collectives as SVG or HTML",
+        description="Draw the modules of a model and what crosses their boundaries under a plan, "
+        "forward and backward. Needs neither GPUs nor processes.",
+    )
+    draw.add_argument("plan", metavar="PLAN.yaml")
+    draw.add_argument("--mesh", metavar="dp=2,tp=4", help="default: the plan's own mesh")
+    draw.add_argument(
+        "--model",
+        metavar="module:factory",
+        required=True,
+        help="a function that returns (model, example_inputs); called on the meta device",
+    )
+    draw.add_argument("-o", "--output", metavar="FILE", required=True, help="FILE.svg or FILE.html")
+    draw.set_defaults(run=_draw)
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    from fxboundary.draw import draw_plan
+
+    print(draw_plan(arguments.plan, arguments.mesh, arguments.model, arguments.output))
     return 0
