@@ -31,11 +31,15 @@ def _paragraph(port: Port, symbols: dict[str, str]) -> str:
         src, dst, grad = port.node.args[2:5]
         return f"{port.name}  [?]  {src}->{dst}\n    shape unknown  |  grad {grad}"
     names = move.mesh.names
-    shapes = f"{_dtype(port)}{_shape(port.shape_in, symbols)} -> {_shape(port.shape_out, symbols)}"
-    head = f"{port.name}  {shapes}  {move.arrow()}"
+    head = f"{port.name}  {shapes_text(port, symbols)}  {move.arrow()}"
     grad = f"grad {named_layout_text(move.grad, names)}"
     backward = move.steps_text(move.backward) if move.differentiable else "no gradient"
     return f"{head}\n    {move.steps_text(move.forward)}  |  {grad}: {backward}"
+
+
+def shapes_text(port: Port, symbols: dict[str, str]) -> str:
+    """``f32[1, 2, 8] -> [1, 8, 8]``; ``symbols`` are the graph's so far, and are added to."""
+    return f"{_dtype(port)}{_shape(port.shape_in, symbols)} -> {_shape(port.shape_out, symbols)}"
 
 
 def _dtype(port: Port) -> str:
