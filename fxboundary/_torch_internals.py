@@ -6,7 +6,7 @@ registry).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,3 +111,14 @@ class GroupCalls:
         y = torch.empty_like(x) if received is None else x.new_empty(sum(received))
         self._group.alltoall_base(y, x, list(received or ()), list(sent or ())).wait()
         return y
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the structured trace of ``TORCH_TRACE``, made only where one is written.
+
+    A torch without this function writes no artifact; nothing else depends on it.
+    """
+    trace = getattr(torch._logging, "trace_structured", None)
+    if trace is not None:
+        metadata = {"name": name, "encoding": "string"}
+        trace("artifact", metadata_fn=lambda: metadata, payload_fn=text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +15,12 @@ from fxboundary.graph.find import Port, clean_path, find_ports, graph_modules
 from fxboundary.graph.insert.rewrite import insert_boundaries
 from fxboundary.graph.prepare import name_ports, remove_dead_ports
 from fxboundary.graph.render import render
+from fxboundary.logs import LOG, log_captured, log_prepared
 from fxboundary.patterns import matches
 from fxboundary.placements import near
 from fxboundary.plan import Plan
 from fxboundary.state import BOUND
 
-_LOG = logging.getLogger("fxboundary")
 LOWERINGS = ("auto", "functional")
 
 
@@ -66,6 +65,7 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
         _, inductor = _split_options({**self._options, **(options or {})})
+        log_captured(gm)
         if self._plan is not None:
             if _is_split(gm):
                 _check_applied(gm, self._plan)
@@ -74,6 +74,7 @@ class Backend:
         remove_dead_ports(gm)
         ports = name_ports(gm)
         self.graphs.append(GraphReport(tuple(ports), render(gm)))
+        log_prepared(gm, self.graphs[-1].text)
         if not ports:
             _say_no_ports()
         return _inductor(gm, example_inputs, ports, {**_mode_options(mode), **inductor})
@@ -167,4 +168,4 @@ def _check_applied(gm: GraphModule, plan: Plan) -> None:
 
 @cache
 def _say_no_ports() -> None:
-    _LOG.debug("a graph without ports: compiled as Inductor does (said once)")
+    LOG.debug("a graph without ports: compiled as Inductor does (said once)")

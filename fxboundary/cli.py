@@ -1,4 +1,4 @@
-"""The command line: ``fxboundary demo``, ``explain`` and ``draw``."""
+"""The command line: ``fxboundary demo``, ``explain``, ``draw``, ``snapshot`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_explain(commands)
     _add_draw(commands)
+    _add_snapshot(commands)
+    _add_diff(commands)
     return parser
 
 
@@ -124,3 +126,52 @@ def _draw(arguments: argparse.Namespace) -> int:
 
     print(draw_plan(arguments.plan, arguments.mesh, arguments.model, arguments.output))
     return 0
+
+
+def _add_snapshot(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    snapshot = commands.add_parser(
+        "snapshot",
+        help="write down what a model communicates, or check it against a file",
+        description="Capture a model split by a plan and print its ports, their collectives and "
+        "bytes as text; with -o write it to a file, with --check compare it with one. Needs "
+        "neither GPUs nor processes. Exit status 0: the same, or written; 1: different; 2: error.",
+    )
+    snapshot.add_argument("plan", metavar="PLAN.yaml")
+    snapshot.add_argument(
+        "--model",
+        metavar="module:factory",
+        required=True,
+        help="a function that returns (model, example_inputs); called on the meta device, so that "
+        "it needs no memory",
+    )
+    snapshot.add_argument("--mesh", metavar="dp=2,tp=4", help="default: the plan's own mesh")
+    what = snapshot.add_mutually_exclusive_group()
+    what.add_argument("-o", "--output", metavar="FILE", help="write the snapshot to this file")
+    what.add_argument("--check", metavar="FILE", help="compare with the snapshot in this file")
+    snapshot.set_defaults(run=_snapshot)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from fxboundary.testing.commands import run_snapshot
+
+    return run_snapshot(
+        arguments.plan, arguments.model, arguments.mesh, arguments.output, arguments.check
+    )
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="show what changed between two snapshots",
+        description="Show what changed between two files of `fxboundary snapshot`, port by port. "
+        "Exit status 0: the same; 1: different; 2: error.",
+    )
+    diff.add_argument("old", metavar="OLD")
+    diff.add_argument("new", metavar="NEW")
+    diff.set_defaults(run=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from fxboundary.testing.commands import run_diff
+
+    return run_diff(arguments.old, arguments.new)

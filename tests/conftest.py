@@ -11,6 +11,16 @@ import pytest
 import ranks
 from ranks import Ranks
 
+import pytest_fxboundary
+
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Our own plugin, also where this checkout is on the path and not installed."""
+    if not pluginmanager.has_plugin("fxboundary"):
+        pluginmanager.register(pytest_fxboundary, "fxboundary")
+
 
 @pytest.fixture(scope="session")
 def compile_cache() -> Iterator[str]:
