@@ -19,6 +19,7 @@ from fxboundary.errors import (
 )
 from fxboundary.graph.insert.rewrite import rewrite
 from fxboundary.graph.render import render
+from fxboundary.graph.simplify.simplify import Simplified, simplify
 from fxboundary.norms import clip_grad_norm_
 from fxboundary.placements import parse_placement, resolve_placements
 from fxboundary.plan import Plan
@@ -41,6 +42,7 @@ __all__ = [
     "PrecompiledBoundary",
     "RankMismatchError",
     "RedistOp",
+    "Simplified",
     "UnsupportedTransitionError",
     "apply",
     "backend",
@@ -52,4 +54,5 @@ __all__ = [
     "render",
     "resolve_placements",
     "rewrite",
+    "simplify",
 ]

@@ -1,4 +1,4 @@
-"""The ``torch.compile`` backend: find the ports, prepare them, hand over to Inductor."""
+"""The ``torch.compile`` backend: find the ports, simplify them, hand over to Inductor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fxboundary.graph.find import Port, clean_path, find_ports, graph_modules
 from fxboundary.graph.insert.rewrite import insert_boundaries
 from fxboundary.graph.prepare import name_ports, remove_dead_ports
 from fxboundary.graph.render import render
+from fxboundary.graph.simplify.change import Change
+from fxboundary.graph.simplify.simplify import simplify_ports
 from fxboundary.logs import LOG, log_captured, log_prepared
 from fxboundary.patterns import matches
 from fxboundary.placements import near
@@ -26,11 +28,17 @@ LOWERINGS = ("auto", "functional")
 
 @dataclass(frozen=True)
 class Options:
-    """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far."""
+    """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far.
+
+    ``simplify``: share, compose and merge ports first.
+    """
 
     lowering: str = "auto"
+    simplify: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.simplify, bool):
+            raise FxBoundaryError(f"simplify={self.simplify!r}: write True or False")
         if self.lowering not in LOWERINGS:
             hint = near(str(self.lowering), LOWERINGS)
             raise FxBoundaryError(
@@ -41,10 +49,11 @@ class Options:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What the backend saw in one captured graph."""
+    """What the backend made of one captured graph: its ports, their text, what was simplified."""
 
     ports: tuple[Port, ...]
     text: str
+    changes: tuple[Change, ...] = ()
 
 
 class Backend:
@@ -64,7 +73,7 @@ class Backend:
         mode: str | None = None,
     ) -> Callable[..., Any]:
         """Compile one captured graph; called by Dynamo."""
-        _, inductor = _split_options({**self._options, **(options or {})})
+        own, inductor = _split_options({**self._options, **(options or {})})
         log_captured(gm)
         if self._plan is not None:
             if _is_split(gm):
@@ -73,8 +82,10 @@ class Backend:
                 insert_boundaries(gm, self._plan)
         remove_dead_ports(gm)
         ports = name_ports(gm)
-        self.graphs.append(GraphReport(tuple(ports), render(gm)))
-        log_prepared(gm, self.graphs[-1].text)
+        changes = simplify_ports(gm) if own.simplify and ports else ()
+        ports = find_ports(gm) if changes else ports
+        self.graphs.append(GraphReport(tuple(ports), render(gm), changes))
+        log_prepared(gm, self.graphs[-1].text, changes)
         if not ports:
             _say_no_ports()
         return _inductor(gm, example_inputs, ports, {**_mode_options(mode), **inductor})

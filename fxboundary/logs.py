@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
@@ -20,10 +21,16 @@ def log_captured(gm: GraphModule) -> None:
     _trace_graph("fxboundary_captured", gm)
 
 
-def log_prepared(gm: GraphModule, boundaries: str) -> None:
-    """A graph after our passes, ``fxboundary_prepared``, and its ``fxboundary_boundaries``."""
+def log_prepared(gm: GraphModule, boundaries: str, changes: Sequence[object]) -> None:
+    """A graph after our passes, ``fxboundary_prepared``, and its ``fxboundary_boundaries``;
+    ``fxboundary_simplified`` tells what was done to them.
+    """
     _trace_graph("fxboundary_prepared", gm)
     trace_artifact("fxboundary_boundaries", lambda: boundaries)
+    if changes:
+        simplified = "\n".join(map(str, changes))
+        trace_artifact("fxboundary_simplified", lambda: simplified)
+        LOG.debug("simplified:\n%s", simplified)
     if boundaries:
         LOG.debug("boundaries of a captured graph:\n%s", boundaries)
 

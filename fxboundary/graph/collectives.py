@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from fxboundary.graph.find import graph_modules
-from fxboundary.graph.prepare import PORT
+from fxboundary.graph.find import PORT, graph_modules
 
 KINDS = {
     "all_gather_into_tensor": "all_gather",

@@ -22,6 +22,7 @@ from fxboundary.placements import (
 from fxboundary.transition.transition import Request, Transition, plan
 
 _TARGETS = (OP, OP.default)
+PORT = "fxboundary_port"  # custom metadata of a node: the full name of its port
 # What a frame calls the module it traces; a forward behind a decorator has it in *args.
 _ROOT = re.compile(r"^L\['(?:args'\]\[0\]|\w+'\])\.?")
 
@@ -59,12 +60,13 @@ def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
         seen.add(id(module))
         yield module
         for node in module.graph.nodes:
-            yield from (found for sub in _subgraphs(module, node) for found in visit(sub))
+            yield from (found for sub in subgraphs(module, node) for found in visit(sub))
 
     return visit(gm)
 
 
-def _subgraphs(gm: GraphModule, node: Node) -> list[GraphModule]:
+def subgraphs(gm: GraphModule, node: Node) -> list[GraphModule]:
+    """The graph module that a node reads from another, if it does."""
     if node.op not in ("get_attr", "call_module"):
         return []
     attribute: Any = gm
@@ -76,27 +78,28 @@ def _subgraphs(gm: GraphModule, node: Node) -> list[GraphModule]:
 def find_ports(gm: GraphModule) -> list[Port]:
     """All ports, in graph order, subgraph by subgraph."""
     return [
-        _port(node, module)
+        read_port(node, module)
         for module in graph_modules(gm)
         for node in module.graph.nodes
         if is_port(node)
     ]
 
 
-def _port(node: Node, gm: GraphModule) -> Port:
-    x, mesh, src, dst, grad, label, _, _, *reduce_dtype = node.args
-    value, result = _value(x), _value(node)
+def read_port(node: Node, gm: GraphModule) -> Port:
+    """The port that a redistribute node of a graph stands for."""
+    x, mesh, src, dst, grad, _, _, _, *reduce_dtype = node.args
+    value, result = node_tensor(x), node_tensor(node)
     layouts = [parse_layout(str(text)) for text in (src, dst, grad)]
     ndim = value.dim() if value is not None else _rank_without_value(layouts)
     transition = None
     if ndim is not None:
         s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
-        request = Request(reduce_dtype="".join(map(str, reduce_dtype)))
+        request = Request(reduce_dtype=str(next(iter(reduce_dtype), "")))
         transition = plan(s, d, g, named_spec(str(mesh)), request)
     return Port(
         node,
         gm,
-        full_name(str(label), module_path(node)),
+        port_name(node),
         str(mesh),
         transition,
         None if value is None else tuple(value.shape),
@@ -105,13 +108,20 @@ def _port(node: Node, gm: GraphModule) -> Port:
     )
 
 
+def port_name(node: Node) -> str:
+    """Full name of a redistribute node's port: what a pass has called it, else by its module."""
+    named = node.meta.get("custom", {}).get(PORT)
+    return str(named or full_name(str(node.args[5]), module_path(node)))
+
+
 def _rank_without_value(layouts: list[Layout]) -> int | None:
     """A rank that the layouts fit, where their dimensions are counted from the left."""
     counted_from_right = any(dim < 0 for dim in shard_dims(*layouts))
     return None if counted_from_right else smallest_rank(*layouts)
 
 
-def _value(node: Any) -> torch.Tensor | None:
+def node_tensor(node: Any) -> torch.Tensor | None:
+    """The fake tensor that a capture recorded for a node; ``None`` where it recorded none."""
     meta = getattr(node, "meta", {})
     value = meta.get("val", meta.get("example_value"))
     return value if isinstance(value, torch.Tensor) else None

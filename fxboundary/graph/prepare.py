@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from fxboundary.graph.find import Port, find_ports, full_name, graph_modules, is_port, module_path
+from fxboundary.graph.find import PORT, Port, find_ports, graph_modules, is_port, port_name
 from fxboundary.ops import OP
-
-PORT = "fxboundary_port"
 
 
 def remove_dead_ports(gm: GraphModule) -> int:
@@ -34,6 +32,5 @@ def name_ports(gm: GraphModule) -> list[Port]:
         for node in module.graph.nodes:
             if is_port(node):
                 node.target = OP.default
-                name = full_name(str(node.args[5]), module_path(node))
-                node.meta["custom"] = {**node.meta.get("custom", {}), PORT: name}
+                node.meta["custom"] = {**node.meta.get("custom", {}), PORT: port_name(node)}
     return find_ports(gm)

@@ -1,0 +1,1 @@
+"""Passes that make the communication of a graph with ports smaller."""

@@ -1,0 +1,49 @@
+"""Share: consumers that move one value in the same way take it from one port.
+
+Three projections that each gather the same activation become one all_gather and, since their
+gradients add before they move, one reduce_scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch.fx import GraphModule, Node
+
+from fxboundary.graph.find import Port, graph_modules, is_port, read_port
+from fxboundary.graph.simplify.change import Change, join_names
+from fxboundary.graph.simplify.ports import identity_of, label_of, rename
+from fxboundary.graph.simplify.scope import Scope
+
+
+def share(gm: GraphModule) -> list[Change]:
+    """Replace equal ports of one value by the first of them, in place."""
+    return [change for module in graph_modules(gm) for change in _share(module)]
+
+
+def _share(gm: GraphModule) -> list[Change]:
+    scope = Scope.of(gm)
+    groups: dict[Hashable, list[Port]] = {}
+    for node in gm.graph.nodes:
+        source = node.args[0] if is_port(node) else None
+        if isinstance(source, Node) and source not in scope.written and scope.movable(node):
+            port = read_port(node, gm)
+            key = (_value(source), scope.segment[node], identity_of(port))
+            groups.setdefault(key, []).append(port)
+    return [_merge(gm, ports) for ports in groups.values() if len(ports) > 1]
+
+
+def _value(node: Node) -> Hashable:
+    """Equal for nodes that read the same attribute of the graph module."""
+    return ("attribute", node.target) if node.op == "get_attr" else node
+
+
+def _merge(gm: GraphModule, ports: list[Port]) -> Change:
+    first, *others = ports
+    name, label = first.name, label_of(first)
+    for port in others:
+        name, label = join_names(name, port.name, ","), join_names(label, label_of(port), ",")
+        port.node.replace_all_uses_with(first.node)
+        gm.graph.erase_node(port.node)
+    rename(first, label, name)
+    return Change("share", tuple(port.name for port in ports), name)

@@ -1,0 +1,63 @@
+"""All passes, run until none of them finds anything more to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from fxboundary.errors import ContractError
+from fxboundary.graph.find import graph_modules
+from fxboundary.graph.insert.copying import copied
+from fxboundary.graph.prepare import name_ports, remove_dead_ports
+from fxboundary.graph.simplify.casts import move_casts
+from fxboundary.graph.simplify.change import Change
+from fxboundary.graph.simplify.compose import compose
+from fxboundary.graph.simplify.merge import merge
+from fxboundary.graph.simplify.share import share
+
+# Casts first: they part ports that could be composed. Then what leaves fewer ports to the next.
+PASSES = (move_casts, compose, share, merge)
+
+
+@dataclass(frozen=True)
+class Simplified:
+    """A graph with less communication, and how it came about; prints as one line per change."""
+
+    graph_module: GraphModule
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes)) or "nothing to simplify"
+
+
+def simplify(graph_module: GraphModule) -> Simplified:
+    """A graph whose ports do the same with fewer collectives or fewer bytes, never with more.
+
+    ``graph_module`` has ports, and is left as it is. Values and gradients stay the same, to
+    rounding where sums are taken in another order. What is done depends on nothing but what all
+    ranks have in common.
+
+    Raises:
+        ContractError: it is no graph module.
+    """
+    if not isinstance(graph_module, GraphModule):
+        raise ContractError(
+            f"simplify takes a GraphModule, not a {type(graph_module).__name__}; of an "
+            f"ExportedProgram give its module()"
+        )
+    gm = copied(graph_module)
+    return Simplified(gm, simplify_ports(gm))
+
+
+def simplify_ports(gm: GraphModule) -> tuple[Change, ...]:
+    """:func:`simplify` in place."""
+    name_ports(gm)
+    changes: list[Change] = []
+    while found := [change for one in PASSES for change in one(gm)]:
+        changes += found
+        remove_dead_ports(gm)
+    if changes:
+        for module in graph_modules(gm):
+            module.recompile()
+    return tuple(changes)
