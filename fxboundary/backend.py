@@ -81,9 +81,9 @@ class Backend:
             else:
                 insert_boundaries(gm, self._plan)
         remove_dead_ports(gm)
-        ports = name_ports(gm)
-        changes = simplify_ports(gm) if own.simplify and ports else ()
-        ports = find_ports(gm) if changes else ports
+        name_ports(gm)
+        changes = simplify_ports(gm) if own.simplify else ()
+        ports = find_ports(gm)
         self.graphs.append(GraphReport(tuple(ports), render(gm), changes))
         log_prepared(gm, self.graphs[-1].text, changes)
         if not ports:

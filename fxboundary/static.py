@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxboundary.apply import apply
 from fxboundary.errors import FxBoundaryError
+from fxboundary.graph.simplify.simplify import simplify_ports
 from fxboundary.mesh import MeshSpec
 from fxboundary.plan import Plan
 
@@ -93,22 +94,25 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
-def capture(model: nn.Module, plan: Plan, inputs: Any) -> list[GraphModule]:
+def capture(model: nn.Module, plan: Plan, inputs: Any, simplify: bool = False) -> list[GraphModule]:
     """The graphs that Dynamo captures of a model split by a plan, in the order in which they run.
 
     The model must be new: the plan is applied to it for good. Model and inputs may be on the meta
-    device. A plan on a mesh without processes gets fake ones.
+    device. A plan on a mesh without processes gets fake ones. With ``simplify`` ports are
+    simplified as the backend does it.
 
     Raises:
         FxBoundaryError: the plan does not fit the model, or its forward fails.
     """
     if plan.live is None:
         with fake_mesh(plan.spec) as mesh:
-            return capture(model, Plan(mesh, plan.contracts), inputs)
+            return capture(model, Plan(mesh, plan.contracts), inputs, simplify)
     apply(model, plan)
     graphs: list[GraphModule] = []
 
     def keep(gm: GraphModule, _: Sequence[Any]) -> Any:
+        if simplify:
+            simplify_ports(gm)
         graphs.append(gm)
         return gm.forward
 

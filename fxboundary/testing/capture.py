@@ -29,7 +29,7 @@ def snapshot(model_or_graph: Any, plan: Plan | None = None, *inputs: Any) -> Sna
     A model needs a plan and example inputs: one call's positions, or one mapping of keywords. It
     must be new, the plan is applied to it for good; it may be on the meta device, and the plan's
     mesh of any size, ``{"dp": 8, "tp": 64}``: Dynamo captures it as rank 0 of a fake process
-    group. A ``GraphModule``, an ``ExportedProgram``, a backend that has compiled, or a list of
+    group, and its ports are simplified as the backend does it. A ``GraphModule``, an ``ExportedProgram``, a backend that has compiled, or a list of
     these, is taken as it is.
 
     Raises:
@@ -56,7 +56,7 @@ def snapshot(model_or_graph: Any, plan: Plan | None = None, *inputs: Any) -> Sna
 
 def snapshot_of_call(model: nn.Module, plan: Plan, inputs: Any) -> Snapshot:
     """The snapshot of one call of a model; a mapping of inputs is keywords."""
-    return snapshot_of(find_ports(gm) for gm in capture(model, plan, inputs))
+    return snapshot_of(map(find_ports, capture(model, plan, inputs, simplify=True)))
 
 
 def assert_collectives(

@@ -18,6 +18,7 @@ from fxboundary.graph.find import Port, graph_modules, is_port, node_tensor, rea
 from fxboundary.graph.simplify.change import Change, join_names
 from fxboundary.graph.simplify.ports import copied_port, identity_of, label_of
 from fxboundary.graph.simplify.scope import Scope
+from fxboundary.transition.transition import Transition
 
 _ATEN = torch.ops.aten
 _ADD = (operator.add, torch.add, "add", _ATEN.add.Tensor)
@@ -113,9 +114,16 @@ def _term(gm: GraphModule, scope: Scope, root: Node, leaf: Node) -> _Term | None
         return None
     port = read_port(at, gm)
     moves = port.transition
-    if moves is None or not moves.differentiable or not (moves.forward or moves.backward):
+    if moves is None or not moves.differentiable or not _gains(moves):
         return None
     return _Term(port, tuple(reversed(chain))) if scope.movable(at, *chain, root) else None
+
+
+def _gains(moves: Transition) -> bool:
+    """Local steps stay: a sum of slices is less work than a slice of a sum."""
+    if moves.forward:
+        return any(step.is_collective for step in moves.forward)
+    return bool(moves.backward)
 
 
 def _scaled(node: Node) -> Node | None:

@@ -52,6 +52,7 @@ def simplify(graph_module: GraphModule) -> Simplified:
 
 def simplify_ports(gm: GraphModule) -> tuple[Change, ...]:
     """:func:`simplify` in place."""
+    remove_dead_ports(gm)
     name_ports(gm)
     changes: list[Change] = []
     while found := [change for one in PASSES for change in one(gm)]:
