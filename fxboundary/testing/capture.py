@@ -29,8 +29,8 @@ def snapshot(model_or_graph: Any, plan: Plan | None = None, *inputs: Any) -> Sna
     A model needs a plan and example inputs: one call's positions, or one mapping of keywords. It
     must be new, the plan is applied to it for good; it may be on the meta device, and the plan's
     mesh of any size, ``{"dp": 8, "tp": 64}``: Dynamo captures it as rank 0 of a fake process
-    group, and its ports are simplified as the backend does it. A ``GraphModule``, an ``ExportedProgram``, a backend that has compiled, or a list of
-    these, is taken as it is.
+    group, and its ports are simplified as the backend does it. A ``GraphModule``, an
+    ``ExportedProgram``, a backend that has compiled, or a list of these, is taken as it is.
 
     Raises:
         SnapshotError: there is nothing to take a snapshot of, or too much.
