@@ -20,6 +20,7 @@ from models import (
 )
 
 import fxboundary as fb
+from fxboundary.graph.collectives import find_collectives
 
 
 def compiled(model):
@@ -225,6 +226,62 @@ def test_c09_a_partial_on_another_mesh_dimension_is_reduced_once():
     assert (cut.collectives, cut.bytes) == (0, 0)
     reduce = fb.plan_transition(["S(1)", "P"], ["S(1)", "R"], mesh, (4, 8))
     assert [(step.kind, step.mesh_dims) for step in reduce.steps] == [("all_reduce", (1,))]
+
+
+# C10, pytorch#146045: duplicates merged, but left running.
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) * self.k(x) + self.v(x)
+
+
+def three_gathers_of_one_value(simplify):
+    mesh = mesh_of(tp=4)
+    torch.manual_seed(0)
+    reference = Projections().double()
+    model = copy.deepcopy(reference)
+    x = torch.randn(2, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    expected = reference(x)
+    (expected * weight).sum().backward()
+    contract = {
+        "in_src": {"input": {"tp": "S(1)"}},
+        "in_dst": {"input": {"tp": "R"}},
+        "params": {"weight": {"tp": "S(0)"}, "bias": {"tp": "S(0)"}},
+    }
+    fb.apply(model, fb.Plan(mesh, {"[qkv]": contract}))
+    joint, idle = [], []
+
+    def look(graph):
+        joint.extend((c.kind, c.port) for c in find_collectives(graph.owning_module))
+        idle.extend(n.name for n in graph.nodes if n.op == "call_function" and not n.users)
+
+    backend = fb.backend(simplify=simplify, joint_custom_post_pass=look)
+    x_local = sharded(x.detach(), mesh, 1).requires_grad_()
+    torch._dynamo.reset()
+    y = torch.compile(model, backend=backend, fullgraph=True)(x_local)
+    (y * sharded(weight, mesh, 2)).sum().backward()
+    assert_close(y.detach(), sharded(expected.detach(), mesh, 2), "output", 1e-13)
+    assert_close(x_local.grad, sharded(x.grad, mesh, 1), "input gradient", 1e-13)
+    assert_gradients(full_gradients(model), reference, 1e-13)
+    return joint, idle
+
+
+def test_c10_three_gathers_of_one_value_are_one_each_way(ranks4):
+    name = "q:in.input,k:in.input,v:in.input"
+    for joint, idle in ranks4.run(three_gathers_of_one_value, True):
+        assert joint == [("all_gather", name), ("reduce_scatter", name)]
+        assert idle == []
+
+
+def test_c10_unsimplified_they_are_right_too(ranks4):
+    for joint, _ in ranks4.run(three_gathers_of_one_value, False):
+        assert [kind for kind, _ in joint].count("reduce_scatter") == 3
 
 
 # C16, pytorch#192000: waiting after a graph break.
