@@ -31,6 +31,7 @@ def _need(owner: Any, name: str) -> Any:
 _dispatch_modes = _need(torch._C, "_len_torch_dispatch_stack")
 _function_modes = _need(torch._C, "_len_torch_function_stack")
 _functorch_level = _need(torch._C._functorch, "maybe_current_level")
+_saving_hooks = _need(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _need(forward_ad, "_current_level")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -57,6 +58,11 @@ def in_transform() -> bool:
         return False
     transformed = _functorch_level() is not None or forward_ad._current_level >= 0
     return transformed and not _dispatch_modes() and not _function_modes()
+
+
+def saves_tensors_elsewhere() -> bool:
+    """Whether hooks decide already what is kept for backward."""
+    return _saving_hooks(True) is not None
 
 
 class GroupCalls:

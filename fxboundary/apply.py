@@ -26,6 +26,7 @@ from fxboundary.ops import port_label
 from fxboundary.params import ParamPort, resolve_params
 from fxboundary.placements import near, shard_dim
 from fxboundary.plan import Plan
+from fxboundary.recompute import keeping_origins
 from fxboundary.state import (
     BOUND,
     change_params,
@@ -259,6 +260,8 @@ def _bound_class(cls: type[nn.Module], record: BoundModule) -> type:
             label=record.label,
         )
         namespace["forward"] = _with_ports(cls.forward, boundary)
+    if contract is not None and contract.recomputes:
+        namespace["forward"] = _keeping_origins(namespace.get("forward", cls.forward))
     return type(cls.__name__, (cls,), namespace)
 
 
@@ -267,5 +270,16 @@ def _with_ports(inner: Callable[..., Any], boundary: PrecompiledBoundary) -> Cal
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = boundary.redistribute_inputs(args, kwargs)
         return boundary.redistribute_outputs(inner(self, *args, **kwargs))
+
+    return forward
+
+
+def _keeping_origins(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the partitioner decides then, as ports tell it
+            return inner(self, *args, **kwargs)
+        with keeping_origins():
+            return inner(self, *args, **kwargs)
 
     return forward

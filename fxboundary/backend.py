@@ -144,12 +144,14 @@ def _inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    from fxboundary.graph.partition import MarkForBackward, declared_backward
     from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, expected_collectives
 
     def users(name: str) -> Any:
         return patches.get(name, getattr(config, name))
 
-    noted = NoteEqualCollectives(users("joint_custom_post_pass"))
+    marks = MarkForBackward(declared_backward(ports), users("joint_custom_post_pass"))
+    noted = NoteEqualCollectives(marks)
     verify = VerifyPorts(expected_collectives(ports), noted, users("post_grad_custom_pre_pass"))
     patches |= {"joint_custom_post_pass": noted, "post_grad_custom_pre_pass": verify}
     return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))

@@ -180,7 +180,8 @@ class PrecompiledBoundary:
     def _input(self, name: str, bound: BoundInput) -> RedistOp:
         layouts = self._spec.input_layouts(name, self._names)
         sizes = (self._spec.in_sizes or {}).get(name)
-        return self._op(name, bound.index, layouts, f"{self._label}:in.{name}", sizes)
+        backward = (self._spec.in_backward or {}).get(name, "")
+        return self._op(name, bound.index, layouts, f"{self._label}:in.{name}", sizes, backward)
 
     def _output(self, name: str, index: int) -> RedistOp | None:
         layouts = self._spec.output_layouts(name, self._names)
@@ -197,6 +198,7 @@ class PrecompiledBoundary:
         layouts: tuple[Layout, Layout, Layout],
         port: str,
         sizes: Mapping[int, int] | None,
+        backward: str = "",
     ) -> RedistOp:
         src, dst, grad = layouts
         label = collective_type(src, dst)
@@ -204,8 +206,8 @@ class PrecompiledBoundary:
         if self._lower is not None and label != "identity":
             execution = self._lower(src, dst)
         if execution is None and (label != "identity" or any(g.is_partial() for g in grad)):
-            reduce_dtype = self._spec.reduce_dtype or ""
-            execution = PortOp(self._live, src, dst, grad, port, sizes, reduce_dtype)
+            options = self._spec.reduce_dtype or "", backward
+            execution = PortOp(self._live, src, dst, grad, port, sizes, *options)
         return RedistOp(name, index, self._mesh, src, dst, label, execution, grad)
 
     def _single_output(self) -> BoundaryExecutionOp | None:

@@ -42,6 +42,8 @@ class Contract:
     ``stacked``: parameters that stack several along their shard dimension: a count of equal
     parts, or their sizes; each part is sharded by itself.
     ``param_units``: a shard holds whole units of so many elements, as a head's.
+    ``in_backward``, ``param_backward``: what backward needs of an input or a parameter as the
+    module uses it: ``save`` it, or ``recompute`` it from what arrived or is stored.
     ``reduce_dtype``: sums and averages at all ports, forward and backward, are taken in this
     dtype, as ``"float32"``, and cast back; without it in the tensor's own.
 
@@ -65,6 +67,8 @@ class Contract:
     out_sizes: Any = None
     stacked: Any = None
     param_units: Any = None
+    in_backward: Any = None
+    param_backward: Any = None
     reduce_dtype: Any = None
 
     def __post_init__(self) -> None:
@@ -74,7 +78,7 @@ class Contract:
             if value is not None:
                 read = _READERS[field.name]
                 object.__setattr__(self, field.name, read(value, field.name, problems))
-        problems += self._unnamed_outputs()
+        problems += self._unnamed_outputs() + self._unknown_inputs()
         if problems:
             raise ContractError(problems)
 
@@ -88,6 +92,15 @@ class Contract:
             f"out_names: does not name the output {name!r}{near(name, known)}; "
             f"it names {', '.join(known) or 'none'}"
             for name in heads
+            if name not in known
+        ]
+
+    def _unknown_inputs(self) -> list[str]:
+        known = self.input_names()
+        return [
+            f"in_backward.{name}: no layout is declared for this input{near(name, known)}; "
+            f"declare it in in_src and in_dst"
+            for name in self.in_backward or {}
             if name not in known
         ]
 
@@ -153,6 +166,12 @@ class Contract:
             for layout in (getattr(self, field) or {}).values()
         ]
         return frozenset(name for layout in layouts for name in layout)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward is to move anything anew."""
+        decisions = (*(self.in_backward or {}).values(), *(self.param_backward or {}).values())
+        return "recompute" in decisions
 
     def input_names(self) -> list[str]:
         return sorted({*(self.in_src or {}), *(self.in_dst or {})})
@@ -329,6 +348,18 @@ def _units(value: Any, path: str, problems: list[str]) -> dict[str, int]:
     return read
 
 
+def _backward(value: Any, path: str, problems: list[str]) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        problems.append(f"{path}: expected save or recompute by name, found {value!r}")
+        return {}
+    problems += [
+        f"{path}.{name}: {decision!r} is neither save nor recompute"
+        for name, decision in value.items()
+        if decision not in ("save", "recompute")
+    ]
+    return {str(name): decision for name, decision in value.items()}
+
+
 def _dtype(value: Any, path: str, problems: list[str]) -> str:
     try:
         return reduction_dtype(value)
@@ -351,6 +382,8 @@ _READERS: dict[str, Callable[[Any, str, list[str]], Any]] = {
     "out_sizes": _sizes,
     "stacked": _stacked,
     "param_units": _units,
+    "in_backward": _backward,
+    "param_backward": _backward,
     "reduce_dtype": _dtype,
 }
 

@@ -26,13 +26,14 @@ from fxboundary.placements import (
     shard_dims,
     smallest_rank,
 )
+from fxboundary.recompute import remember_origin
 from fxboundary.transition.move import Move, bind, redistribute
 from fxboundary.transition.transition import Request, plan
 
 _LIB = torch.library.Library("fxboundary", "DEF")
 _LIB.define(
     "redistribute(Tensor x, str mesh, str src, str dst, str grad, str port, "
-    'SymInt[] coordinate, str sizes, str reduce_dtype="") -> Tensor',
+    'SymInt[] coordinate, str sizes, str reduce_dtype="", str backward="") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -47,6 +48,7 @@ def _implementation(
     coordinate: Sequence[Any],
     sizes: str,
     reduce_dtype: str = "",
+    backward: str = "",
 ) -> torch.Tensor:
     # A capture with dynamic sizes makes symbols of all numbers; the steps need this one.
     at = tuple(int(index) for index in coordinate)
@@ -112,6 +114,7 @@ class PortOp:
         port: str,
         sizes: Mapping[int, int] | None = None,
         reduce_dtype: str = "",
+        backward: str = "",
     ) -> None:
         sizes = sizes or {}
         needs = bool(sizes) or _cuts(src, dst, grad, mesh)
@@ -125,8 +128,9 @@ class PortOp:
             list(mesh.coordinate) if needs else [],
             sizes_text(sizes),
             reduce_dtype,
+            backward,
         )
-        self._mesh = mesh
+        self._mesh, self._again = mesh, backward == "recompute"
         self._moves: dict[int, Move] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,11 +141,15 @@ class PortOp:
         move = self._moves.get(x.dim())
         if move is None:
             move = self._plan(x.dim())
-        return redistribute(x, move)
+        moved = redistribute(x, move)
+        if self._again and moved is not x and moved.requires_grad and not in_transform():
+            remember_origin(moved, x, move.run)
+        return moved
 
     def _plan(self, ndim: int) -> Move:
-        _, src, dst, grad, port, coordinate, *rest = self.args
-        move = _move(self._mesh, src, dst, grad, port, tuple(coordinate), *rest, ndim)
+        _, src, dst, grad, port, coordinate, sizes, reduce_dtype, _ = self.args
+        layouts = (src, dst, grad)
+        move = _move(self._mesh, *layouts, port, tuple(coordinate), sizes, reduce_dtype, ndim)
         self._moves[ndim] = move
         return move
 

@@ -45,6 +45,7 @@ class ParamPort:
     grad: Layout
     parts: tuple[int, ...] | None = None
     reduce_dtype: str = ""
+    backward: str = ""
 
     @property
     def is_sharded(self) -> bool:
@@ -132,7 +133,7 @@ def _unknown_names(model: nn.Module, matched: Mapping[str, Contract]) -> list[st
     for module_name, contract in matched.items():
         module = model.get_submodule(module_name)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        for field in ("params", "param_grad", "stacked", "param_units"):
+        for field in ("params", "param_grad", "stacked", "param_units", "param_backward"):
             problems += [
                 f"{module_name or '<root>'}.{field}.{key}: no such parameter{near(key, names)}"
                 for key in getattr(contract, field) or {}
@@ -156,7 +157,8 @@ def _port(
     grad = _gradient(chain, used, stored, mesh)
     parts = _parts(chain, shape, stored, used)
     reduce_dtype = [c.reduce_dtype for _, c in chain if c.reduce_dtype is not None]
-    port = ParamPort(name, shape, stored, used, grad, parts, "".join(reduce_dtype[-1:]))
+    options = "".join(reduce_dtype[-1:]), _lookup(chain, "param_backward") or ""
+    port = ParamPort(name, shape, stored, used, grad, parts, *options)
     plan_layouts(stored, used, grad, mesh)
     _check_units(chain, port, mesh)
     return port

@@ -42,7 +42,7 @@ def param_op(port: ParamPort, mesh: LiveMesh, label: str) -> PortOp:
     """The operation of a parameter's port, from the layout it is stored in."""
     layouts = (port.stored, port.used, port.grad)
     where = f"{label}:param.{port.name}"
-    return PortOp(mesh, *layouts, where, port.sizes(mesh.spec), port.reduce_dtype)
+    return PortOp(mesh, *layouts, where, port.sizes(mesh.spec), port.reduce_dtype, port.backward)
 
 
 def _used_param(port: ParamPort, record: BoundModule) -> property:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
+import weakref
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from models import (
     MLP,
     WIDTH,
@@ -282,6 +285,99 @@ def test_c10_three_gathers_of_one_value_are_one_each_way(ranks4):
 def test_c10_unsimplified_they_are_right_too(ranks4):
     for joint, _ in ranks4.run(three_gathers_of_one_value, False):
         assert [kind for kind, _ in joint].count("reduce_scatter") == 3
+
+
+# C11, pytorch#146693: the gathered copy is kept for backward, not the shard.
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.seen = ()
+
+    def forward(self, x):
+        gate, up = self.gate.weight, self.up.weight
+        if not torch.compiler.is_compiling():
+            self.seen = tuple(map(weakref.ref, (x, gate, up)))
+        return F.linear(x, gate).tanh() * F.linear(x, up)
+
+
+C11 = {
+    "in_backward": {
+        "in_src": {"x": {"tp": "S(0)"}},
+        "in_dst": {"x": {"tp": "R"}},
+        "params": {"**": {"tp": "S(0)"}},
+    },
+    "param_backward": {
+        "in_src": {"x": {"tp": "S(0)"}},
+        "in_dst": {"x": {"tp": "S(0)"}},
+        "params": {"**": {"tp": "S(0) -> R"}},
+    },
+}
+
+
+def kept_for_backward(field, decision, compile_it):
+    """How many whole tensors forward kept; compiled, the collectives of either graph too."""
+    mesh = mesh_of(tp=4)
+    torch.manual_seed(0)
+    reference = Gated().double()
+    model = copy.deepcopy(reference)
+    x = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
+    expected = reference(x)
+    expected.square().sum().backward()
+    of_input = field == "in_backward"
+    names = ["x"] if of_input else ["**"]
+    contract = C11[field] | {field: dict.fromkeys(names, decision)}
+    fb.apply(model, fb.Plan(mesh, {"": contract}))
+    whole = (16, WIDTH) if of_input else (WIDTH, WIDTH)
+    kept, graphs = [], []
+
+    def look(graph):
+        (output,) = graph.find_nodes(op="output")
+        graphs.append(" ".join(c.kind for c in find_collectives(graph.owning_module)))
+        kept.append(sum(tuple(n.meta["val"].shape) == whole for n in output.all_input_nodes))
+
+    torch._dynamo.reset()
+    backend = fb.backend(post_grad_custom_post_pass=look)
+    run = torch.compile(model, backend=backend) if compile_it else model
+    x_local = sharded(x.detach(), mesh, 0).requires_grad_()
+    y = run(x_local)
+    time.sleep(0.2)  # the thread that ran a collective lets go of its tensors a moment later
+    kept.append(sum((t := ref()) is not None and tuple(t.shape) == whole for ref in model.seen))
+    t = None
+    for again in (not compile_it, False):
+        x_local.grad = None
+        model.zero_grad()
+        y.square().sum().backward(retain_graph=again)
+        if not again:
+            break
+    dim = 1 if of_input else 0
+    assert_close(y.detach(), sharded(expected.detach(), mesh, dim), "output", 1e-13)
+    assert_close(x_local.grad, sharded(x.grad, mesh, 0), "input gradient", 1e-13)
+    assert_gradients(full_gradients(model), reference, 1e-13)
+    return kept[0], graphs
+
+
+@pytest.mark.parametrize(
+    ("field", "whole", "forward", "backward"),
+    [
+        ("in_backward", 1, "all_gather", "reduce_scatter"),
+        ("param_backward", 2, "all_gather all_gather", "reduce_scatter reduce_scatter"),
+    ],
+)
+def test_c11_a_port_says_what_backward_keeps(ranks4, field, whole, forward, backward):
+    def on_ranks(*args):
+        first, *others = ranks4.run(kept_for_backward, field, *args)
+        assert others == [first] * 3
+        return first
+
+    assert on_ranks("save", True) == (whole, [forward, backward])
+    kept, (first, second) = on_ranks("recompute", True)
+    assert (kept, first) == (0, forward)
+    assert sorted(second.split()) == sorted(f"{forward} {backward}".split())
+    assert on_ranks("save", False)[0] == whole
+    assert on_ranks("recompute", False)[0] == 0
 
 
 # C16, pytorch#192000: waiting after a graph break.

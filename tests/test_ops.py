@@ -76,7 +76,7 @@ def test_dynamo_sees_one_node_with_readable_arguments(fake_world):
 
     torch.compile(lambda x: op(x) * 2, backend=keep, fullgraph=True)(torch.ones(2, 2))
     (node,) = [n for n in graphs[0].graph.nodes if "redistribute" in str(n.target)]
-    assert node.args[1:] == ("tp=4", "S(1)", "R", "P", "m:in.x", [], "", "")
+    assert node.args[1:] == ("tp=4", "S(1)", "R", "P", "m:in.x", [], "", "", "")
 
 
 def test_only_a_port_that_cuts_carries_the_coordinate():

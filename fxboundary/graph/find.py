@@ -33,7 +33,8 @@ class Port:
 
     ``name`` is the full name, ``layers.0.mlp:in.x``; shapes are this rank's, and may hold
     symbols; they are ``None`` in a graph without shapes, as is a ``transition`` whose
-    dimensions are counted from the right.
+    dimensions are counted from the right. ``backward`` says what backward needs of its result:
+    ``save`` it, or ``recompute`` it; empty where the contract does not decide.
     """
 
     node: Node
@@ -44,6 +45,7 @@ class Port:
     shape_in: tuple[Any, ...] | None
     shape_out: tuple[Any, ...] | None
     dtype: torch.dtype | None
+    backward: str = ""
 
 
 def is_port(node: Node) -> bool:
@@ -87,14 +89,15 @@ def find_ports(gm: GraphModule) -> list[Port]:
 
 def read_port(node: Node, gm: GraphModule) -> Port:
     """The port that a redistribute node of a graph stands for."""
-    x, mesh, src, dst, grad, _, _, _, *reduce_dtype = node.args
+    x, mesh, src, dst, grad = node.args[:5]
+    reduce_dtype, backward = (*map(str, node.args[8:]), "", "")[:2]
     value, result = node_tensor(x), node_tensor(node)
     layouts = [parse_layout(str(text)) for text in (src, dst, grad)]
     ndim = value.dim() if value is not None else _rank_without_value(layouts)
     transition = None
     if ndim is not None:
         s, d, g = (normalize_dims(layout, ndim) for layout in layouts)
-        request = Request(reduce_dtype=str(next(iter(reduce_dtype), "")))
+        request = Request(reduce_dtype=reduce_dtype)
         transition = plan(s, d, g, named_spec(str(mesh)), request)
     return Port(
         node,
@@ -105,6 +108,7 @@ def read_port(node: Node, gm: GraphModule) -> Port:
         None if value is None else tuple(value.shape),
         None if result is None else tuple(result.shape),
         None if value is None else value.dtype,
+        backward,
     )
 
 

@@ -30,7 +30,7 @@ def expected_collectives(ports: Iterable[Port]) -> dict[str, int]:
     return {name: count for name, count in expected.items() if count}
 
 
-class _ChainedPass(CustomGraphPass):
+class ChainedPass(CustomGraphPass):
     """A pass of ours, after those that the user has installed in its place.
 
     Its ``uuid`` puts this package's sources into the key of torch's compile caches: the body of
@@ -55,7 +55,7 @@ class _ChainedPass(CustomGraphPass):
         return None if None in users else (source_identity(), *users)
 
 
-class NoteEqualCollectives(_ChainedPass):
+class NoteEqualCollectives(ChainedPass):
     """Last joint pass: how many collectives of each port repeat an equal one of the same value.
 
     AOTAutograd's common subexpression elimination merges these into the first, as three
@@ -75,7 +75,7 @@ class NoteEqualCollectives(_ChainedPass):
                     seen.add(values[node])
 
 
-class VerifyPorts(_ChainedPass):
+class VerifyPorts(ChainedPass):
     """Post-grad pass: no port's forward collectives were lost on the way from capture."""
 
     def __init__(

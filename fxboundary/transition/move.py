@@ -37,6 +37,10 @@ class Move:
     adjoint_functional: tuple[BoundStep, ...]
     adjoint_eager: tuple[BoundStep, ...]
 
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The move without a gradient of its own."""
+        return run_steps(self.eager if is_plain_eager(x) else self.functional, x)
+
     @cached_property
     def adjoint(self) -> Move:
         """The backward of this move; its own backward is this move again."""
@@ -74,7 +78,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, move: Move) -> torch.Tensor:
         ctx.move = move
-        return _run(x, move)
+        return move.run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -90,7 +94,7 @@ class _TransformedRedistribute(_Redistribute):
 
     @staticmethod
     def forward(x: torch.Tensor, move: Move) -> torch.Tensor:  # type: ignore[override]
-        return _run(x, move)
+        return move.run(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -102,15 +106,11 @@ class _TransformedRedistribute(_Redistribute):
         return redistribute(x.movedim(in_dims[0], -1), move), -1
 
 
-def _run(x: torch.Tensor, move: Move) -> torch.Tensor:
-    return run_steps(move.eager if is_plain_eager(x) else move.functional, x)
-
-
 def redistribute(x: torch.Tensor, move: Move) -> torch.Tensor:
     """Run a move, differentiably where ``x`` asks for it."""
     transformed = in_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
-        return _run(x, move)
+        return move.run(x)
     if not move.eager and not move.adjoint_eager and move.transition.differentiable:
         return x  # nothing either way, as on a mesh dimension of size 1
     if not move.transition.differentiable:

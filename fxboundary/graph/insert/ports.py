@@ -71,7 +71,8 @@ def _inputs(
         layouts = contract.input_layouts(name, mesh.spec.names)
         if _counts(layouts):
             sizes = (contract.in_sizes or {}).get(name)
-            changing[name] = _op(region, contract, f"in.{name}", layouts, sizes, mesh)
+            backward = (contract.in_backward or {}).get(name, "")
+            changing[name] = _op(region, contract, f"in.{name}", layouts, sizes, mesh, backward)
     if region.leaf is not None:
         for name, value, argument in _leaf_arguments(region, contract, module, changing):
             yield NewPort(region, value, True, changing[name], argument)
@@ -173,9 +174,10 @@ def _op(
     layouts: Layouts,
     sizes: Mapping[int, int] | None,
     mesh: LiveMesh,
+    backward: str = "",
 ) -> PortOp:
     label = f"{port_label(region.path)}:{port}"
-    return PortOp(mesh, *layouts, label, sizes, contract.reduce_dtype or "")
+    return PortOp(mesh, *layouts, label, sizes, contract.reduce_dtype or "", backward)
 
 
 def insert(ports: Sequence[NewPort], regions: Sequence[Region]) -> None:

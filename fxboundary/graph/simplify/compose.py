@@ -85,8 +85,7 @@ def _pair(first: Port, second: Port) -> _Pair | None:
     if a.differentiable and a.grad != adjoint_layout(a.dst):
         return None
     sizes, dtype = _sizes(first, second), _reduce_dtype(a, b)
-    options = [tuple(port.node.args[9:]) for port in (first, second)]
-    if sizes is None or dtype is None or options[0] != options[1]:
+    if sizes is None or dtype is None or first.backward != second.backward:
         return None
     try:
         both = plan(a.src, b.dst, b.grad, a.mesh, Request(reduce_dtype=dtype))

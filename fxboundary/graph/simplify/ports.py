@@ -88,7 +88,7 @@ def new_port(
     declared = {int(d): int(n) for d, _, n in (p.partition(":") for p in sizes.split(",") if p)}
     reduce_dtype = transition.request.reduce_dtype
     layouts = (transition.src, transition.dst, transition.grad)
-    args = PortOp(mesh, *layouts, label, declared, reduce_dtype).args
+    args = PortOp(mesh, *layouts, label, declared, reduce_dtype, like.backward).args
     node = gm.graph.call_function(OP.default, (x, *args))
     node.meta = _named(like.node, name)
     return node
