@@ -47,6 +47,11 @@ class Port:
     dtype: torch.dtype | None
     backward: str = ""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs the steps of forward too, before its own."""
+        return self.backward == "recompute"
+
 
 def is_port(node: Node) -> bool:
     return node.op == "call_function" and node.target in _TARGETS

@@ -33,7 +33,8 @@ def _paragraph(port: Port, symbols: dict[str, str]) -> str:
     names = move.mesh.names
     head = f"{port.name}  {describe_shapes(port, symbols)}  {move.arrow()}"
     grad = f"grad {named_layout_text(move.grad, names)}"
-    backward = move.steps_text(move.backward) if move.differentiable else "no gradient"
+    steps = (*move.forward, *move.backward) if port.recomputes else move.backward
+    backward = move.steps_text(steps) if move.differentiable else "no gradient"
     return f"{head}\n    {move.steps_text(move.forward)}  |  {grad}: {backward}"
 
 

@@ -106,15 +106,15 @@ def _record(port: Port, symbols: dict[str, str]) -> PortRecord:
     if move is None:
         src, dst, grad = port.node.args[2:5]
         return PortRecord(port.name, "[?]", f"{src}->{dst}", str(grad), None, None)
+    forward = _steps(move.forward, move, move.src, port.shape_in, port.dtype)
+    backward = _steps(move.backward, move, move.grad, port.shape_out, port.dtype)
     return PortRecord(
         port.name,
         describe_shapes(port, symbols),
         move.arrow(),
         named_layout_text(move.grad, move.mesh.names),
-        _steps(move.forward, move, move.src, port.shape_in, port.dtype),
-        _steps(move.backward, move, move.grad, port.shape_out, port.dtype)
-        if move.differentiable
-        else None,
+        forward,
+        (*(forward if port.recomputes else ()), *backward) if move.differentiable else None,
     )
 
 
