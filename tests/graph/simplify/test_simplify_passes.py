@@ -49,7 +49,8 @@ class Small(Builder):
         self.graph.output(outputs)
         gm = torch.fx.GraphModule(nn.Module(), self.graph)
         inputs = [torch.ones(8, 8, dtype=dtype), *[torch.ones((), dtype=dtype)] * len(self.weights)]
-        FakeTensorProp(gm, FakeTensorMode()).propagate(*inputs)
+        with torch.enable_grad():  # and as it was afterwards: a graph may switch it off
+            FakeTensorProp(gm, FakeTensorMode()).propagate(*inputs)
         return gm
 
 
