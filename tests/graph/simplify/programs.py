@@ -28,6 +28,8 @@ INSTRUCTIONS = st.one_of(
     st.tuples(st.just("move"), index, layout),
     st.tuples(st.just("move"), index, layout),
     st.tuples(st.just("work"), index, st.integers(0, 1)),
+    st.tuples(st.just("sum of moves"), index, layout),
+    st.tuples(st.just("narrowed move"), index, layout),
     st.tuples(st.just("add"), index, index),
     st.tuples(st.just("scale"), index, st.sampled_from([0.5, -1.0, 2.0])),
     st.tuples(st.just("negate"), index, st.none()),
@@ -70,6 +72,17 @@ class Builder:
         elif name == "add":
             alike = [v for v, *known in self.values if known == [src, dtype]]
             self.values.append((call(torch.add, (node, alike[what % len(alike)])), src, dtype))
+        elif name == "sum of moves":
+            dst = parse_layout(",".join(what[:dims]))
+            halves = call(torch.mul, (node, 0.5)), self.graph.call_method("neg", (node,))
+            moved = [self.port(half, src, dst) for half in halves]
+            total = call(torch.add, (call(torch.mul, (moved[0], 3.0)), moved[1]))
+            self.values.append((total, dst, dtype))
+        elif name == "narrowed move":
+            dst = parse_layout(",".join(what[:dims]))
+            moved = self.port(node, src, dst)
+            narrow = self.graph.call_method("to", (moved, torch.float32))
+            self.values.append((narrow, dst, torch.float32))
         elif name == "scale":
             self.values.append((call(torch.mul, (node, what)), src, dtype))
         elif name == "negate":
