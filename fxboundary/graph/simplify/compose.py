@@ -133,13 +133,13 @@ def _replace(gm: GraphModule, scope: Scope, pair: _Pair) -> Change:
     second, source = pair.second.node, pair.first.node.args[0]
     assert isinstance(source, Node)
     ports = (pair.first.name, pair.second.name)
-    name = "" if pair.vanishes else join_names(*ports, ">")
+    name = "" if pair.vanishes else join_names(">", *ports)
     replacement = source
     if not pair.vanishes:
-        label = join_names(label_of(pair.first), label_of(pair.second), ">")
+        label = join_names(">", label_of(pair.first), label_of(pair.second))
         with gm.graph.inserting_before(second):
             replacement = new_port(gm, source, pair.second, pair.both, label, name, pair.sizes)
-        scope.segment[replacement] = scope.segment[second]
+        scope.add(replacement, beside=second)
     second.replace_all_uses_with(replacement)
     gm.graph.erase_node(second)
     return Change("compose", ports, name)

@@ -48,6 +48,11 @@ class Scope:
         one = len({self.segment[node] for node in nodes}) == 1
         return one and self.written.isdisjoint(nodes)
 
+    def add(self, node: Node, beside: Node) -> Node:
+        """Know a node that a pass has made, in the mode of another; gives it back."""
+        self.segment[node] = self.segment[beside]
+        return node
+
 
 def _switches_mode(node: Node) -> bool:
     name = getattr(node.target, "__name__", "")
