@@ -72,6 +72,8 @@ def _narrow_first(gm: GraphModule, scope: Scope, port: Port, cast: Node) -> list
         _take_value(first, like=x, dtype_of=cast)
         moved = new_port(gm, first, port, t, label_of(port), port.name, str(port.node.args[7]))
         _take_value(moved, like=port.node, dtype_of=cast)
+    for node in (first, moved):
+        scope.add(node, beside=cast)
     cast.replace_all_uses_with(moved)
     gm.graph.erase_node(cast)
     gm.graph.erase_node(port.node)
@@ -94,6 +96,8 @@ def _widen_last(gm: GraphModule, scope: Scope, cast: Node, port: Port) -> list[C
         last = gm.graph.node_copy(cast, {x: moved}.__getitem__)
         last.meta = {key: value for key, value in cast.meta.items() if key != "custom"}
         _take_value(last, like=port.node, dtype_of=port.node)
+    for node in (moved, last):
+        scope.add(node, beside=cast)
     port.node.replace_all_uses_with(last)
     gm.graph.erase_node(port.node)
     gm.graph.erase_node(cast)

@@ -18,20 +18,26 @@ class Change:
         return f"{self.name}: {', '.join(self.ports)} -> {self.port or 'nothing'}"
 
 
-def join_names(first: str, second: str, sign: str) -> str:
-    """The name of a port that does the work of two; what they have in common is said once.
+def join_names(sign: str, first: str, *others: str) -> str:
+    """The name of a port that does the work of several; what they have in common is said once.
 
     ``,`` shares a value, ``>`` composes, ``+`` adds first.
 
-    >>> join_names("layers.0.attn.q:in.x", "layers.0.attn.k:in.x", ",")
-    'layers.0.attn.q:in.x,k:in.x'
-    >>> join_names("layers.0.mlp:out", "layers.1.attn:in.x", ">")
+    >>> join_names(",", "layers.0.attn.q:in.x", "layers.0.attn.k:in.x", "layers.0.attn.v:in.x")
+    'layers.0.attn.q:in.x,k:in.x,v:in.x'
+    >>> join_names(">", "layers.0.mlp:out", "layers.1.attn:in.x")
     'layers.0.mlp:out>layers.1.attn:in.x'
     """
-    module, other = first.partition(":")[0].split("."), second.partition(":")[0].split(".")
+    module = first.partition(":")[0].split(".")
+    return sign.join([first, *(_without_common(module, other) for other in others)])
+
+
+def _without_common(module: list[str], name: str) -> str:
+    """A port's name without the modules that it shares with another one's."""
+    own = name.partition(":")[0].split(".")
     common = 0
-    while common < min(len(module), len(other)) - 1 and module[common] == other[common]:
+    while common < min(len(module), len(own)) - 1 and module[common] == own[common]:
         common += 1
-    if common < len(other) and other[common].isdigit():
+    if common < len(own) and own[common].isdigit():
         common = 0  # a number alone does not tell of which list it is
-    return first + sign + ".".join(second.split(".")[common:])
+    return ".".join(name.split(".")[common:])

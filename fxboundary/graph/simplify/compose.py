@@ -62,7 +62,7 @@ def _compose(gm: GraphModule) -> list[Change]:
             if (pair := _pair(first, read_port(user, gm))) is not None
         ]
         if pairs and _pays(pairs, alone=len(pairs) == len(node.users)):
-            changes += [_replace(gm, pair) for pair in pairs]
+            changes += [_replace(gm, scope, pair) for pair in pairs]
             if not node.users:
                 gm.graph.erase_node(node)
     return changes
@@ -128,16 +128,17 @@ def _pays(pairs: list[_Pair], alone: bool) -> bool:
     return after.at_most(before)
 
 
-def _replace(gm: GraphModule, pair: _Pair) -> Change:
+def _replace(gm: GraphModule, scope: Scope, pair: _Pair) -> Change:
     second, source = pair.second.node, pair.first.node.args[0]
     assert isinstance(source, Node)
     ports = (pair.first.name, pair.second.name)
-    name = "" if pair.vanishes else join_names(*ports, ">")
+    name = "" if pair.vanishes else join_names(">", *ports)
     replacement = source
     if not pair.vanishes:
-        label = join_names(label_of(pair.first), label_of(pair.second), ">")
+        label = join_names(">", label_of(pair.first), label_of(pair.second))
         with gm.graph.inserting_before(second):
             replacement = new_port(gm, source, pair.second, pair.both, label, name, pair.sizes)
+        scope.add(replacement, beside=second)
     second.replace_all_uses_with(replacement)
     gm.graph.erase_node(second)
     return Change("compose", ports, name)

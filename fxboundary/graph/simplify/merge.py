@@ -154,10 +154,10 @@ def _merge_terms(gm: GraphModule, scope: Scope, tree: _Sum) -> list[Change]:
                 found += leaves
                 continue
             changes.append(_change(members))
-            found.append(_moved_sum(gm, tree.root, members, changes[-1].port))
+            found.append(_moved_sum(gm, scope, tree.root, members, changes[-1].port))
         if not changes:
             return []
-        total = _added(gm, tree.root, found)
+        total = _added(gm, scope, tree.root, found)
     tree.root.replace_all_uses_with(total)
     moved = [node for term in terms.values() if term for node in (*term.chain, term.port.node)]
     _erase_unused(gm, tree.root, {*tree.inner, *moved})
@@ -165,39 +165,34 @@ def _merge_terms(gm: GraphModule, scope: Scope, tree: _Sum) -> list[Change]:
 
 
 def _change(terms: list[_Term]) -> Change:
-    first, *others = (term.port.name for term in terms)
-    name = first
-    for other in others:
-        name = join_names(name, other, "+")
-    return Change("merge", (first, *others), name)
+    names = tuple(term.port.name for term in terms)
+    return Change("merge", names, join_names("+", *names))
 
 
-def _moved_sum(gm: GraphModule, root: Node, terms: list[_Term], name: str) -> Node:
-    label = label_of(terms[0].port)
-    for term in terms[1:]:
-        label = join_names(label, label_of(term.port), "+")
-    total = _added(gm, root, [_unmoved(gm, term) for term in terms])
-    return copied_port(gm, total, terms[0].port, label, name)
+def _moved_sum(gm: GraphModule, scope: Scope, root: Node, terms: list[_Term], name: str) -> Node:
+    label = join_names("+", *(label_of(term.port) for term in terms))
+    total = _added(gm, scope, root, [_unmoved(gm, scope, term) for term in terms])
+    return scope.add(copied_port(gm, total, terms[0].port, label, name), beside=root)
 
 
-def _unmoved(gm: GraphModule, term: _Term) -> Node:
+def _unmoved(gm: GraphModule, scope: Scope, term: _Term) -> Node:
     """The term without its port, on the side where it has not been moved."""
     before, value = term.port.node, term.port.node.args[0]
     assert isinstance(value, Node)
     for node in term.chain:
         known = {before: value}
-        copied = gm.graph.node_copy(node, known.__getitem__)
+        copied = scope.add(gm.graph.node_copy(node, known.__getitem__), beside=node)
         _take_value(copied, value)
         before, value = node, copied
     return value
 
 
-def _added(gm: GraphModule, root: Node, nodes: list[Node]) -> Node:
+def _added(gm: GraphModule, scope: Scope, root: Node, nodes: list[Node]) -> Node:
     total = nodes[0]
     for node in nodes[1:]:
         before, total = total, gm.graph.create_node(root.op, root.target, (total, node))
         total.meta = {key: value for key, value in root.meta.items() if key != "custom"}
-        _take_value(total, before)
+        _take_value(scope.add(total, beside=root), before)
     return total
 
 

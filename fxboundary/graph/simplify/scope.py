@@ -44,12 +44,14 @@ class Scope:
         return cls(segment, frozenset(_written(gm)))
 
     def movable(self, *nodes: Node) -> bool:
-        """Whether all of them run in one mode and on tensors that nothing writes to.
+        """Whether all of them run in one mode and on tensors that nothing writes to."""
+        one = len({self.segment[node] for node in nodes}) == 1
+        return one and self.written.isdisjoint(nodes)
 
-        Nodes that were made since are not known, and for the next run of a pass.
-        """
-        segments = {self.segment.get(node) for node in nodes}
-        return len(segments) == 1 and None not in segments and self.written.isdisjoint(nodes)
+    def add(self, node: Node, beside: Node) -> Node:
+        """Know a node that a pass has made, in the mode of another; gives it back."""
+        self.segment[node] = self.segment[beside]
+        return node
 
 
 def _switches_mode(node: Node) -> bool:

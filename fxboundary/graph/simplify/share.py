@@ -40,10 +40,10 @@ def _value(node: Node) -> Hashable:
 
 def _merge(gm: GraphModule, ports: list[Port]) -> Change:
     first, *others = ports
-    name, label = first.name, label_of(first)
     for port in others:
-        name, label = join_names(name, port.name, ","), join_names(label, label_of(port), ",")
         port.node.replace_all_uses_with(first.node)
         gm.graph.erase_node(port.node)
-    rename(first, label, name)
-    return Change("share", tuple(port.name for port in ports), name)
+    names = tuple(port.name for port in ports)
+    name = join_names(",", *names)
+    rename(first, join_names(",", *map(label_of, ports)), name)
+    return Change("share", names, name)

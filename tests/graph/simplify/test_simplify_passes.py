@@ -204,6 +204,16 @@ add_3 = add(x, redistribute_default_2)""",
     )
 
 
+def test_a_sum_that_follows_a_merged_one_and_another_use_merges_too(tp4):
+    g = Small(tp4)
+    a, b, c, d = (g.move(g.call(f, g.x), "P", "R") for f in (torch.sin, torch.cos) * 2)
+    first = g.call(torch.add, g.call(torch.add, g.x, a), b)
+    second = g.call(torch.add, g.call(torch.add, first, c), d)
+    gm = g.close(first, second)
+    assert [len(change.ports) for change in merge(gm)] == [2, 2]
+    gm.graph.lint()
+
+
 def test_factors_and_signs_go_along(tp4):
     g = Small(tp4)
     a, b = (g.move(g.call(f, g.x), "P", "R") for f in (torch.sin, torch.cos))
@@ -274,6 +284,16 @@ def test_a_narrowing_cast_goes_before_a_gather(tp4):
     (port,) = find_ports(gm)
     assert port.dtype is torch.float32
     assert port.transition.request.reduce_dtype == "float64", "gradients are summed as before"
+
+
+def test_casts_in_a_row_behind_a_gather(tp4):
+    g = Small(tp4)
+    gathered = g.move(g.x, "S(0)", "R", "R")
+    half = g.graph.call_method("to", (gathered, torch.float32))
+    gm = g.close(g.graph.call_method("to", (half, torch.bfloat16)))
+    assert [change.name for change in move_casts(gm)] == ["cast", "cast"]
+    (port,) = find_ports(gm)
+    assert port.dtype == torch.bfloat16
 
 
 def test_a_narrowing_cast_stays_behind_a_sum(tp4):
