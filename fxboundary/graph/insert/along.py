@@ -13,7 +13,13 @@ from fxboundary.graph.insert.values import Value, leaves
 _DIM: Mapping[str, tuple[int, Any]] = {
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), (1, None)),
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"), (1, None)),
+    **dict.fromkeys(("softmin", "_safe_softmax", "logcumsumexp", "mode"), (1, -1)),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "norm", "median"), (1, None)),
+    **dict.fromkeys(("std_mean", "var_mean", "nanmedian"), (1, None)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+    **dict.fromkeys(("multinomial", "unfold"), (1, -1)),
+    "normalize": (2, 1),
+    "cosine_similarity": (2, 1),
     **dict.fromkeys(("index_select", "gather", "take_along_dim", "scatter"), (1, 0)),
     **dict.fromkeys(("scatter_add", "scatter_reduce", "index_add", "index_copy"), (1, 0)),
     **dict.fromkeys(("sort", "argsort"), (1, -1)),
@@ -23,6 +29,7 @@ _DIM: Mapping[str, tuple[int, Any]] = {
     "roll": (2, None),
     **dict.fromkeys(("kthvalue", "vector_norm", "linalg_vector_norm"), (2, None)),
 }
+_WINDOWS = ("conv", "max_pool", "avg_pool", "adaptive_", "interpolate", "upsample_")
 _KEYWORDS = ("dim", "dims", "axis")
 
 
@@ -30,6 +37,8 @@ def refuse_partial_work(call: Call) -> None:
     """Raise Unclear where a cut dimension is one along which the operator works as a whole."""
     name = call.name.rstrip("_") if not call.name.startswith("_") else call.name
     special = _SPECIAL.get(name)
+    if special is None and name.startswith(_WINDOWS):
+        special = _window
     if special is not None:
         special(call)
     elif name in _DIM and isinstance(_operand(call), Value):
@@ -83,6 +92,18 @@ def _attention(call: Call) -> None:
         _refuse(call, [-2], query)
 
 
+def _padded(call: Call) -> None:
+    """Sizes of the padding, two of each dimension, from the last one on."""
+    widths = call.argument(1, "pad")
+    _refuse(call, [-1 - i // 2 for i, width in enumerate(widths) if width != 0])
+
+
+def _window(call: Call) -> None:
+    """Convolution and pooling, 1d to 3d: the last dimensions, as many."""
+    digits = [int(c) for c in call.name if c.isdigit()]
+    _refuse(call, [-1 - i for i in range(digits[0] if digits else len(call.first.dims) - 2)])
+
+
 def _classes(call: Call) -> None:
     _refuse(call, [1] if len(call.first.dims) > 1 else [0])
 
@@ -113,4 +134,7 @@ _SPECIAL: Mapping[str, Callable[[Call], None]] = {
     **dict.fromkeys(
         ("as_strided", "nonzero", "masked_select", "unique", "take", "put"), _everything
     ),
+    **dict.fromkeys(("diagonal", "diag", "trace", "diag_embed", "rot90"), _everything),
+    **dict.fromkeys(("fliplr", "flipud", "instance_norm", "bincount", "histc"), _everything),
+    **dict.fromkeys(("pad", "constant_pad_nd"), _padded),
 }

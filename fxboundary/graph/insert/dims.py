@@ -33,10 +33,9 @@ Part = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class Dim:
-    """Products of factors, concatenated. Not ``clear``: cut, but where inside is not known."""
+    """Products of factors, concatenated."""
 
     parts: tuple[Part, ...]
-    clear: bool = True
 
     @property
     def size(self) -> Any:
@@ -47,13 +46,6 @@ class Dim:
         """Those that cut it, in the order of nesting."""
         found = [m for part in self.parts for factor in part for m in factor.mesh_dims]
         return tuple(dict.fromkeys(found))
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether it is cut as ``Shard`` cuts: in one piece, at its outermost factor."""
-        return (
-            self.clear and len(self.parts) == 1 and all(not f.mesh_dims for f in self.parts[0][1:])
-        )
 
 
 @dataclass(frozen=True)
@@ -76,15 +68,51 @@ class Place:
         return math.prod(self.mesh.sizes[m] for m in mesh_dims)
 
     def joined(self, dims: Sequence[Dim]) -> Dim:
-        """One dimension for several of equal size and cuts, which may be made up differently."""
-        first, *others = dict.fromkeys(dims)
-        if not others:
-            return first
-        even = all(
-            dim.is_shard and _divides(self.ranks(dim.mesh_dims), dim.parts[0][0].size)
-            for dim in dims
-        )
-        return Dim(((Factor(first.size, first.mesh_dims),),), clear=even)
+        """One dimension for several of which this rank holds the same entries.
+
+        Raises:
+            Unclear: it holds others of one than of another.
+        """
+        first, *others = dims
+        if not all(self.same_entries(first, other) for other in others):
+            raise Unclear(f"dimensions of {first.size} that meet are cut in different places")
+        return self._plain(first) if others else first
+
+    def same_entries(self, a: Dim, b: Dim) -> bool:
+        """Whether two dimensions are of one size and every rank holds the same entries of both."""
+        if a == b:
+            return True
+        one, other = self._plain(a).parts, self._plain(b).parts
+        return len(one) == len(other) and all(map(_same_part, one, other))
+
+    def is_shard(self, dim: Dim) -> bool:
+        """Whether it is cut as ``Shard`` cuts: in one piece, at its outermost factor."""
+        return self.same_entries(dim, Dim(((Factor(dim.size, dim.mesh_dims),),)))
+
+    def _plain(self, dim: Dim) -> Dim:
+        """The same cuts in as few factors as tell them."""
+        if not dim.mesh_dims:
+            return whole(dim.size)
+        parts = [self._merged(part) for part in dim.parts]
+        if len(parts) > 1 and all(_same_part(part, parts[0]) for part in parts):
+            parts = [self._merged((Factor(len(parts)), *parts[0]))]
+        return Dim(tuple(parts))
+
+    def _merged(self, part: Part) -> Part:
+        found: list[Factor] = []
+        for factor in part:
+            outer = found[-1] if found else None
+            if outer is not None and not factor.mesh_dims and self._is_even(outer):
+                found[-1] = Factor(outer.size * factor.size, outer.mesh_dims)
+            elif outer is not None and _same(outer.size, 1) and not outer.mesh_dims:
+                found[-1] = factor
+            else:
+                found.append(factor)
+        return tuple(found)
+
+    def _is_even(self, factor: Factor) -> bool:
+        """Whether ranks hold equal shares; dynamic sizes are taken to divide."""
+        return not isinstance(factor.size, int) or factor.size % self.ranks(factor.mesh_dims) == 0
 
     def _cut(self, factor: Factor, mesh_dims: Sequence[int] | None) -> Any:
         size = factor.size
@@ -175,8 +203,6 @@ class _Rest:
 
 def _factors(dim: Dim) -> Part:
     """The factors of a dimension that is to be split or merged."""
-    if not dim.clear:
-        raise Unclear(f"a dimension of {dim.size} is cut, but where is not known")
     if len(dim.parts) == 1:
         return dim.parts[0]
     if len(set(dim.parts)) > 1:
@@ -192,8 +218,6 @@ def chunks(dim: Dim, sizes: Sequence[Any]) -> list[Dim]:
     """
     if not dim.mesh_dims:
         return [whole(size) for size in sizes]
-    if not dim.clear:
-        raise Unclear(f"a dimension of {dim.size} is cut, but where is not known")
     parts, found = list(_unstacked(dim)), []
     for size in sizes:
         taken: list[Part] = []
@@ -214,6 +238,12 @@ def _unstacked(dim: Dim) -> tuple[Part, ...]:
     ):
         return (dim.parts[0][1:],) * dim.parts[0][0].size
     return dim.parts
+
+
+def _same_part(a: Part, b: Part) -> bool:
+    return len(a) == len(b) and all(
+        x.mesh_dims == y.mesh_dims and _same(x.size, y.size) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _product(part: Sequence[Factor]) -> Any:

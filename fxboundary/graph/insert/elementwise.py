@@ -7,12 +7,13 @@ its part of the constant. What is trained is never cut here: that is a contract'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxboundary.graph.insert.dims import Dim, Unclear
+from fxboundary.graph.insert.dims import Dim, Place, Unclear
 from fxboundary.graph.insert.values import Value
 
 _NAMES = frozenset(
@@ -67,9 +68,20 @@ _NAMES = frozenset(
         "atan2",
         "copysign",
         "clamp",
-        "rms_norm_",
-        "mul_",
+        "copy",
+        "divide",
         "dropout",
+        "isclose",
+        "multiply",
+        "subtract",
+        # Element by element, then reduced.
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "kl_div",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
     ]
 )
 
@@ -77,7 +89,23 @@ _NAMES = frozenset(
 def is_elementwise(name: str, target: Any) -> bool:
     """By the operator's own tag, or by the name that Python and torch share for it."""
     plain = name.strip("_")
-    return plain in _NAMES or torch.Tag.pointwise in getattr(target, "tags", ())
+    tags = getattr(target, "tags", ())
+    return plain in _NAMES or torch.Tag.pointwise in tags or _is_tagged(plain)
+
+
+@cache
+def _is_tagged(name: str) -> bool:
+    """Whether the operator that a function or method of this name calls is element by element."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def is_in_place(name: str) -> bool:
+    """``add_`` and ``iadd``: what the operator writes to is its first operand."""
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("i") and name[1:] in _NAMES
+    )
 
 
 def broadcast_operands(
@@ -99,7 +127,7 @@ def broadcast_operands(
     return [(n, env[n]) for n in node.all_input_nodes if isinstance(env[n], Value)]
 
 
-def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, Dim]]:
+def cuts_needed(operands: Sequence[tuple[Any, Value]], place: Place) -> list[tuple[Any, int, Dim]]:
     """Operands (any key, value) to be cut: the key, the dimension, and how it is to be cut.
 
     Raises:
@@ -119,6 +147,7 @@ def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, D
             continue
         if len({dim.mesh_dims for dim in cut}) > 1:
             raise Unclear(f"its operands are cut differently along dimension -{i}")
+        joined = place.joined(cut)
         for key, value, dim in wide:
             if dim.mesh_dims:
                 continue
@@ -127,13 +156,12 @@ def cuts_needed(operands: Sequence[tuple[Any, Value]]) -> list[tuple[Any, int, D
                 raise Unclear(
                     f"its operand {_name(key)} is whole along dimension {at}, where another is cut"
                 )
-            clear = next((d for d in cut if d.is_shard), None)
-            if clear is None:
+            if not place.is_shard(joined):
                 raise Unclear(
                     f"its operand {_name(key)} is whole along dimension {at}, where another is cut "
                     f"in several places"
                 )
-            found.append((key, at, clear))
+            found.append((key, at, joined))
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxboundary.graph.insert.dims import Dim, Place, Unclear, chunks, regroup, whole
-from fxboundary.graph.insert.values import Value
+from fxboundary.graph.insert.values import Number, Value
 
 Dims = tuple[Dim, ...]
 
@@ -68,6 +68,10 @@ def _view(call: Call) -> Dims:
     return dims
 
 
+def _flatten(call: Call) -> Dims:
+    return regroup(call.first.dims, call.captured.shape, call.place)
+
+
 def _unflatten(call: Call) -> Dims:
     dims = regroup(call.first.dims, call.captured.shape, call.place)
     sizes = _Sizes.of(call, 2)
@@ -96,7 +100,7 @@ def _repeat(call: Call) -> Dims:
     return tuple(
         whole(size)
         if i < new or not x.dims[i - new].mesh_dims
-        else Dim(x.dims[i - new].parts * (size // x.dims[i - new].size), x.dims[i - new].clear)
+        else Dim(x.dims[i - new].parts * (size // x.dims[i - new].size))
         for i, size in enumerate(shape)
     )
 
@@ -120,11 +124,13 @@ def _slice(call: Call) -> Dims:
     x = call.first
     at = _axis(call.argument(1, "dim", 0), len(x.dims))
     step = call.argument(4, "step", 1)
-    start, stop = call.argument(2, "start"), call.argument(3, "end")
+    given = call.argument(2, "start"), call.argument(3, "end")
+    start, stop = map(_globally, given)
     piece, local_start, local_stop = _piece(call.place, x.dims[at], start, stop, step)
-    if x.dims[at].mesh_dims and start:
+    cut = bool(x.dims[at].mesh_dims)
+    if isinstance(given[0], Number) or (cut and start):
         call.set_argument(2, "start", local_start)
-    if x.dims[at].mesh_dims and stop is not None and stop < _TO_THE_END:
+    if isinstance(given[1], Number) or (cut and stop is not None and stop < _TO_THE_END):
         call.set_argument(3, "end", local_stop)
     return (*x.dims[:at], piece, *x.dims[at + 1 :])
 
@@ -132,10 +138,11 @@ def _slice(call: Call) -> Dims:
 def _narrow(call: Call) -> Dims:
     x = call.first
     at = _axis(call.argument(1, "dim"), len(x.dims))
-    start, length = call.argument(2, "start"), call.argument(3, "length")
+    given = call.argument(2, "start"), call.argument(3, "length")
+    start, length = map(_globally, given)
     start = start + x.dims[at].size if start < 0 else start
     piece, local_start, local_stop = _piece(call.place, x.dims[at], start, start + length, 1)
-    if x.dims[at].mesh_dims:
+    if x.dims[at].mesh_dims or any(isinstance(number, Number) for number in given):
         call.set_argument(2, "start", local_start)
         call.set_argument(3, "length", local_stop - local_start)
     return (*x.dims[:at], piece, *x.dims[at + 1 :])
@@ -166,7 +173,7 @@ def _cat(call: Call) -> Dims:
     found = []
     for i, dims in enumerate(zip(*(x.dims for x in xs), strict=True)):
         if i == at:
-            joined = Dim(tuple(p for d in dims for p in d.parts), all(d.clear for d in dims))
+            joined = Dim(tuple(p for d in dims for p in d.parts))
             found.append(joined if joined.mesh_dims else whole(joined.size))
         else:
             found.append(agreed(dims, call.place))
@@ -190,9 +197,11 @@ def _getitem(call: Call) -> Dims:
             continue
         dim, at = x.dims[at], at + 1
         if isinstance(entry, slice):
-            piece, start, stop = _piece(call.place, dim, entry.start, entry.stop, entry.step)
+            bounds = [_globally(b) for b in (entry.start, entry.stop, entry.step)]
+            piece, start, stop = _piece(call.place, dim, *bounds)
             found.append(piece)
-            if dim.mesh_dims and entry != slice(None):
+            numbers = isinstance(entry.start, Number) or isinstance(entry.stop, Number)
+            if (dim.mesh_dims and entry != slice(None)) or numbers:
                 changed[i] = slice(start, stop, entry.step)
         elif dim.mesh_dims:
             raise Unclear(f"it takes one entry of dimension {at - 1}, which is cut")
@@ -232,19 +241,28 @@ def _piece(place: Place, dim: Dim, start: Any, stop: Any, step: Any) -> tuple[Di
     return taken, begin, begin + place.size(taken)
 
 
+def _globally(bound: Any) -> Any:
+    """A bound of a slice that was read from the shape of a tensor which is cut."""
+    if not isinstance(bound, Number):
+        return bound
+    if not isinstance(bound.whole, int):
+        raise Unclear("it slices by a dynamic size of a dimension that is cut")
+    return bound.whole
+
+
 def agreed(dims: Sequence[Dim], place: Place) -> Dim:
     """The dimension of an output that several inputs share.
 
     Raises:
         Unclear: they are cut differently, or one is whole.
     """
-    cut = {dim for dim in dims if dim.mesh_dims}
+    cut = [dim for dim in dims if dim.mesh_dims]
     wide = [dim for dim in dims if not _is(dim.size, 1)]
     if not cut:
         return wide[0] if wide else dims[0]
     if len({dim.mesh_dims for dim in wide}) > 1:
         raise Unclear("one of its inputs is cut where another is whole, or cut otherwise")
-    return place.joined([dim for dim in dims if dim.mesh_dims])
+    return place.joined(cut)
 
 
 @dataclass
@@ -332,7 +350,8 @@ def _is(a: Any, b: Any) -> bool:
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten"), _view),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "view_as", "reshape_as"), _view),
+    "flatten": _flatten,
     "unflatten": _unflatten,
     **dict.fromkeys(("expand", "broadcast_to"), _expand),
     **dict.fromkeys(("repeat", "tile"), _repeat),

@@ -18,9 +18,10 @@ from fxboundary.errors import PlacementMismatchError
 from fxboundary.graph.find import module_path
 from fxboundary.graph.insert.along import refuse_partial_work
 from fxboundary.graph.insert.dims import Dim, Place, Unclear, dims_of, whole
-from fxboundary.graph.insert.elementwise import broadcast_operands, cuts_needed
+from fxboundary.graph.insert.elementwise import broadcast_operands, cuts_needed, is_in_place
 from fxboundary.graph.insert.literals import RULES, Call
 from fxboundary.graph.insert.names import source_line
+from fxboundary.graph.insert.pairing import refuse_unlike_cuts
 from fxboundary.graph.insert.regions import attribute, node_value
 from fxboundary.graph.insert.values import (
     Number,
@@ -47,6 +48,9 @@ _REMEDY = (
     "write the size with -1 or from a tensor's shape in forward, change the contract so that this "
     "dimension is not cut there, or split the model itself with fxboundary.apply"
 )
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 class LocalSizes:
@@ -96,11 +100,13 @@ class LocalSizes:
         if not isinstance(call.args[0] if call.args else None, Value) and call.name == "getitem":
             return call.args[0][call.args[1]]
         refuse_partial_work(call)
+        refuse_unlike_cuts(call)
         rule = RULES.get(call.name)
         dims = None
-        if rule is not None and (call.name == "cat" or isinstance(call.first, Value)):
+        if rule is not None and (rule is RULES["cat"] or isinstance(call.first, Value)):
             dims = rule(call)
         else:
+            _refuse_sizes(call)
             self._cut_operands(call, env)
         local = self._execute(gm, call, localized)
         return self._structured(gm, call, local, dims)
@@ -126,19 +132,31 @@ class LocalSizes:
         def pair(captured: Any, here: Any, known: Any) -> Any:
             if isinstance(here, (tuple, list)):
                 listed = known if isinstance(known, list) else [None] * len(here)
+                if len(captured) != len(here):
+                    raise Unclear(f"gives {len(here)} values on this rank, not {len(captured)}")
                 pairs = zip(captured, here, listed, strict=True)
-                return type(here)([pair(*three) for three in pairs])
+                found = [pair(*three) for three in pairs]
+                # torch.Size takes integers only.
+                return tuple(found) if isinstance(here, torch.Size) else type(here)(found)
             if isinstance(here, torch.Tensor):
-                found = known if known is not None else self._origins(gm, call, captured, here)
-                expected = self._place.shape(found)
+                origins = known if known is not None else self._origins(gm, call, captured, here)
+                expected = self._place.shape(origins)
                 if list(here.shape) != expected:
                     raise Unclear(f"gives {list(here.shape)} on this rank, not {expected}")
-                return Value(here, tuple(found), free)
-            if isinstance(here, (int, torch.SymInt)) and not isinstance(here, bool):
+                self._refuse_diagonal(origins)
+                return Value(here, tuple(origins), free)
+            if isinstance(here, _NUMBERS) and not isinstance(here, bool):
                 return Number(captured, here) if captured is not None else here
             return here
 
         return pair(call.captured, local, dims)
+
+    def _refuse_diagonal(self, dims: Sequence[Dim]) -> None:
+        """Two dimensions cut by one mesh dimension: ranks would hold the blocks of a diagonal."""
+        cuts = [m for dim in dims for m in dim.mesh_dims]
+        for m in set(cuts):
+            if cuts.count(m) > 1:
+                raise Unclear(f"two of its dimensions are cut over {self._mesh.spec.names[m]}")
 
     def _origins(
         self, gm: GraphModule, call: Call, captured: torch.Tensor, local: torch.Tensor
@@ -187,7 +205,11 @@ class LocalSizes:
         named = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False))
         arguments = {**named, **node.kwargs}
         operands = broadcast_operands(call.name, node.target, node, arguments, env)
-        for operand, at, dim in cuts_needed(operands):
+        for operand, at, dim in cuts_needed(operands, self._place):
+            if operand is node.args[0] and is_in_place(call.name):
+                raise Unclear(
+                    f"it writes what is cut into {node.all_input_nodes[0]}, which is whole"
+                )
             value = env[operand]
             layout = tuple(
                 shard(at) if m in dim.mesh_dims else replicate()
@@ -220,13 +242,18 @@ class LocalSizes:
         except PlacementMismatchError as error:
             raise _refusal(node, str(error), "") from None
         self._check_arrival(node, x, src)
+        dims = dims_of(x.shape, dst, self._mesh.spec.sizes)
+        for dim in (*x.dims, *dims):
+            # The first rank would hold all of it, and could not tell that it is cut.
+            if dim.mesh_dims and isinstance(dim.size, int) and dim.size < 2:
+                raise _refusal(node, f"a dimension of {dim.size} cannot be cut", "")
         with self._fake, torch.no_grad():
             local = OP(x.local, *rest)
-        return Value(local, dims_of(x.shape, dst, self._mesh.spec.sizes), x.free)
+        return Value(local, dims, x.free)
 
     def _check_arrival(self, node: Node, x: Value, src: Layout) -> None:
         expected = dims_of(x.shape, src, self._mesh.spec.sizes)
-        if [d.mesh_dims for d in expected] == [d.mesh_dims for d in x.dims]:
+        if all(map(self._place.same_entries, expected, x.dims)):
             return
         names = self._mesh.spec.names
         cuts = [
@@ -292,6 +319,15 @@ def _subgraph(call: Call) -> GraphModule | None:
 
 def _is_operand(leaf: Any) -> bool:
     return isinstance(leaf, (Value, Number, torch.SymInt))
+
+
+def _refuse_sizes(call: Call) -> None:
+    """Sizes of this rank that enter a computation, as in ``x / x.shape[-1]``."""
+    if call.name.startswith("new_") or not tensors([call.args, call.kwargs]):
+        return
+    for leaf in leaves([call.args, call.kwargs]):
+        if isinstance(leaf, Number) and not _equal(leaf.whole, leaf.local):
+            raise Unclear(f"computes with a size, which is {leaf.whole}, but {leaf.local} here")
 
 
 def _equal(a: Any, b: Any) -> bool:
