@@ -225,12 +225,15 @@ def test_a_term_that_is_added_to_itself_counts_twice(g):
     inner = g.call(torch.add, a, b)
     gm = g.close(g.call(torch.add, inner, inner))
     assert [len(merge(gm)) for _ in range(2)] == [2, 0]
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 sin = sin(x)
 cos = cos(x)
 add_2 = add(sin, cos)
 add_3 = add(add_2, add_2)
-redistribute_default_3 = P->R grad R (add_3)""")
+redistribute_default_3 = P->R grad R (add_3)""",
+    )
 
 
 def test_a_sum_that_broadcasts_stays(g):
