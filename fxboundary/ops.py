@@ -143,7 +143,7 @@ class PortOp:
             move = self._plan(x.dim())
         moved = redistribute(x, move)
         if self._again and moved is not x and moved.requires_grad and not in_transform():
-            remember_origin(moved, x, move.run)
+            remember_origin(moved, x, move.run, self.port)
         return moved
 
     def _plan(self, ndim: int) -> Move:

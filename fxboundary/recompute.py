@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxboundary._torch_internals import saves_tensors_elsewhere
+from fxboundary.errors import FxBoundaryError
 
 _ORIGIN = "_fxboundary_origin"
 
@@ -26,8 +27,11 @@ class Origin:
     until each has been given it.
     """
 
-    def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._source, self._move = source.detach(), move
+    def __init__(
+        self, source: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor], port: str
+    ) -> None:
+        self._source, self._move, self._port = source.detach(), move, port
+        self._version = source._version
         self._uses = self._pending = 0
         self._value: torch.Tensor | None = None
 
@@ -35,6 +39,17 @@ class Origin:
         self._uses += 1
 
     def give(self) -> torch.Tensor:
+        """The value again.
+
+        Raises:
+            FxBoundaryError: what it was made from has been written to since.
+        """
+        if self._source._version != self._version:
+            raise FxBoundaryError(
+                f"{self._port}: backward is to recompute this value, but what it was moved from "
+                f"was modified in place after forward; write {self._port.rpartition('.')[2]}: save "
+                f"in the contract, or do not modify it"
+            )
         if self._value is None:
             self._value, self._pending = self._move(self._source), self._uses
         value = self._value
@@ -57,10 +72,13 @@ class _Kept:
 
 
 def remember_origin(
-    value: torch.Tensor, source: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]
+    value: torch.Tensor,
+    source: torch.Tensor,
+    move: Callable[[torch.Tensor], torch.Tensor],
+    port: str,
 ) -> None:
     """Let ``value``, which is ``move(source)``, be kept for backward as its source."""
-    setattr(value, _ORIGIN, (value._version, Origin(source, move)))
+    setattr(value, _ORIGIN, (value._version, Origin(source, move, port)))
 
 
 def keeping_origins() -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ class Doubling:
 
     def moved(self, x):
         y = torch.cat([x, x])
-        remember_origin(y, x, self)
+        remember_origin(y, x, self, "block:in.x")
         return y
 
 
@@ -57,6 +57,15 @@ def test_a_value_that_was_written_to_is_kept(x):
     (gradient,) = torch.autograd.grad(z.sum(), x)
     assert move.calls == 0
     torch.testing.assert_close(gradient, 16 * x.detach())
+
+
+def test_a_source_that_was_written_to_is_an_error(x):
+    with keeping_origins():
+        z = Doubling().moved(x).square()
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(fb.FxBoundaryError, match=r"^block:in.x: .*modified in place"):
+        torch.autograd.grad(z.sum(), x)
 
 
 def test_a_cast_of_a_value_is_kept(x):
