@@ -80,10 +80,7 @@ class Place:
 
     def same_entries(self, a: Dim, b: Dim) -> bool:
         """Whether two dimensions are of one size and every rank holds the same entries of both."""
-        if a == b:
-            return True
-        one, other = self._plain(a).parts, self._plain(b).parts
-        return len(one) == len(other) and all(map(_same_part, one, other))
+        return _same_parts(a, b) or _same_parts(self._plain(a), self._plain(b))
 
     def is_shard(self, dim: Dim) -> bool:
         """Whether it is cut as ``Shard`` cuts: in one piece, at its outermost factor."""
@@ -205,7 +202,7 @@ def _factors(dim: Dim) -> Part:
     """The factors of a dimension that is to be split or merged."""
     if len(dim.parts) == 1:
         return dim.parts[0]
-    if len(set(dim.parts)) > 1:
+    if not all(_same_part(part, dim.parts[0]) for part in dim.parts):
         raise Unclear(f"a dimension of {dim.size} holds unequal parts, each of them cut")
     return (Factor(len(dim.parts)), *dim.parts[0])
 
@@ -238,6 +235,10 @@ def _unstacked(dim: Dim) -> tuple[Part, ...]:
     ):
         return (dim.parts[0][1:],) * dim.parts[0][0].size
     return dim.parts
+
+
+def _same_parts(a: Dim, b: Dim) -> bool:
+    return len(a.parts) == len(b.parts) and all(map(_same_part, a.parts, b.parts))
 
 
 def _same_part(a: Part, b: Part) -> bool:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.fx import GraphModule, Node
 
 from fxboundary.graph.insert.dims import Dim, Place, dims_of, stacked
-from fxboundary.graph.insert.regions import Region, attribute, node_value
+from fxboundary.graph.insert.regions import Region, attribute, calls_graph, node_value
 from fxboundary.graph.insert.values import Value
 from fxboundary.mesh import LiveMesh
 from fxboundary.ops import OP, PortOp, port_label
@@ -136,7 +136,8 @@ def _uses(
         if full(owner, leaf) == name
         or (tensor is not None and attribute(gm, full(owner, leaf)) is tensor)
     }
-    left = dict.fromkeys(node.users)
+    # A nested graph that is handed the parameter has the uses of it.
+    left = dict.fromkeys(user for user in node.users if not calls_graph(user))
     order = sorted(aliases.items(), key=lambda item: full(*item[0]) == name)
     for (owner, leaf), port in order:
         calls = regions.get(owner, ())

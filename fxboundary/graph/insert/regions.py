@@ -167,3 +167,12 @@ def attribute(gm: torch.nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def calls_graph(node: Node) -> bool:
+    """Whether a node hands its inputs to a nested graph, as a checkpoint does."""
+    owner = node.graph.owning_module
+    return owner is not None and any(
+        source.op == "get_attr" and isinstance(attribute(owner, str(source.target)), GraphModule)
+        for source in node.all_input_nodes
+    )

@@ -158,8 +158,24 @@ class _Rewrite:
             ]
         ports, unresolved = resolve_params(tree, matched, self.plan.spec, self.local)
         if problems + unresolved:
-            raise ContractError(problems + unresolved)
+            raise ContractError(problems + unresolved + self._unnamed(paths, unresolved))
         return matched, ports
+
+    def _unnamed(self, paths: set[str], unresolved: Sequence[str]) -> list[str]:
+        """What a capture left out without which a plan cannot be matched."""
+        if self.lifted:
+            return []
+        if paths <= {""}:
+            return [
+                "the graph does not tell which module its nodes come from (no nn_module_stack), as "
+                "those of make_fx and of AOTAutograd: capture with torch.export or symbolic_trace"
+            ]
+        if unresolved and next(self.gm.parameters(), None) is None:
+            return [
+                "the graph holds no parameters, they are its inputs: rewrite the ExportedProgram "
+                "itself, or its module()"
+            ]
+        return []
 
     def _parameters(self, graphs: Mapping[GraphModule, _Graph]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

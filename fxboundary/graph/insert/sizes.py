@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxboundary.errors import PlacementMismatchError
-from fxboundary.graph.find import module_path
+from fxboundary.graph.find import find_ports, module_path
 from fxboundary.graph.insert.along import refuse_partial_work
 from fxboundary.graph.insert.dims import Dim, Place, Unclear, dims_of, whole
 from fxboundary.graph.insert.elementwise import broadcast_operands, cuts_needed, is_in_place
@@ -82,7 +82,7 @@ class LocalSizes:
         args, kwargs = map_arg((list(node.args), dict(node.kwargs)), lambda n: env[n])
         if node.target is OP or node.target is OP.default:
             return self._port(node, *args)  # type: ignore[arg-type]
-        if not is_cut([args, kwargs, self._holds(node)]):
+        if not is_cut([args, kwargs, self._holds(node)]) and not _cuts_inside(args, kwargs):
             return _constant(node, args, kwargs)
         call = Call(node, op_name(node), list(args), dict(kwargs), node_value(node), self._place)
         try:
@@ -163,7 +163,7 @@ class LocalSizes:
     ) -> tuple[Dim, ...]:
         """Which input dimension each of an output stems from, found by what changes its size."""
         values = tensors([call.args, call.kwargs, self._holds(call.node)])
-        inputs = {dim for value in values for dim in value.dims if dim.mesh_dims}
+        inputs = [dim for value in values for dim in value.dims if dim.mesh_dims]
         kinds = {dim.mesh_dims for dim in inputs}
         changed: dict[int, tuple[int, ...]] = {}
         if len(kinds) > 1:
@@ -177,16 +177,16 @@ class LocalSizes:
             if _equal(size, here):
                 found.append(whole(size))
                 continue
-            origins = {
+            origins = [
                 dim
                 for dim in inputs
                 if _equal(dim.size, size)
                 and _equal(self._place.size(dim), here)
                 and (len(kinds) == 1 or dim.mesh_dims == changed.get(i))
-            }
+            ]
             if not origins:
                 raise Unclear(f"dimension {i} of {size} becomes {here}: no input's does so")
-            found.append(self._place.joined(list(origins)))
+            found.append(self._place.joined(origins))
         return tuple(found)
 
     def _cut_by(self, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
@@ -315,6 +315,12 @@ def _subgraph(call: Call) -> GraphModule | None:
     if len(found) > 1:
         raise Unclear("chooses between graphs; values that are cut must not enter it")
     return found[0] if found else None
+
+
+def _cuts_inside(args: Any, kwargs: Any) -> bool:
+    """Whether a nested graph has ports, which may cut what enters it whole."""
+    graphs = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, GraphModule)]
+    return any(find_ports(graph) for graph in graphs)
 
 
 def _is_operand(leaf: Any) -> bool:
