@@ -22,6 +22,7 @@ from fxboundary.graph.insert.parameters import (
     stored_value,
 )
 from fxboundary.graph.insert.ports import NewPort, insert, plan_ports, remove_idle
+from fxboundary.graph.insert.record import fake_mode, record_values
 from fxboundary.graph.insert.regions import (
     Region,
     attribute,
@@ -32,7 +33,7 @@ from fxboundary.graph.insert.regions import (
 )
 from fxboundary.graph.insert.sizes import LocalSizes
 from fxboundary.graph.insert.skeleton import skeleton
-from fxboundary.graph.insert.values import Value, leaves, tensors, uncut
+from fxboundary.graph.insert.values import Value, tensors, uncut
 from fxboundary.mesh import LiveMesh
 from fxboundary.params import ParamPort, resolve_params
 from fxboundary.placements import Layout, normalize_dims, parse_layout
@@ -76,7 +77,7 @@ def rewrite(
             f"{type(graph_module).__name__}; capture it first, or use fxboundary.apply"
         )
     gm = copied(graph_module)
-    _record_values(gm, example_inputs)
+    record_values(gm, example_inputs)
     _Rewrite(gm, plan, local=sizes == "local").run()
     return gm
 
@@ -212,7 +213,7 @@ class _Rewrite:
         inputs: Mapping[Node, Layout],
         mesh: LiveMesh,
     ) -> None:
-        fake = _fake_mode(self.gm)
+        fake = fake_mode(self.gm)
         stored = {full(*key): port for key, port in ports.items()}
         place = Place(mesh.spec, mesh.coordinate)
         given: dict[Node, Any] = {}
@@ -358,43 +359,6 @@ def _remove_guards(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if is_guard(node):
             gm.graph.erase_node(node)
-
-
-def _fake_mode(gm: GraphModule) -> Any:
-    """The mode of the captured values: Dynamo makes another one for what comes after it."""
-    # Read on torch 2.13.0 and 2.14.1.
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    for node in gm.graph.nodes:
-        for leaf in leaves(node_value(node)):
-            if isinstance(leaf, FakeTensor):
-                return leaf.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _record_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> None:
-    """Fake values for a graph whose capture recorded none."""
-    lacking = [
-        node
-        for node in gm.graph.nodes
-        if node.op in ("placeholder", "call_function", "call_method")
-        and node_value(node) is None
-        and not {"val", "example_value"} & node.meta.keys()
-    ]
-    if not lacking and example_inputs is None:
-        return
-    if not lacking:
-        return
-    if example_inputs is None:
-        raise ContractError(
-            f"the capture recorded no value of {lacking[0].name}: give example_inputs, a tuple of "
-            f"the graph's inputs"
-        )
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    FakeTensorProp(gm, mode).propagate(*example_inputs)
 
 
 def _check_outputs(found: Any, mesh: LiveMesh) -> None:
