@@ -48,6 +48,14 @@ def test_uses_of_one_value_share_one_move(x):
     torch.testing.assert_close(gradient, 2 * (x.cos() + 2 * x + x.exp()).detach())
 
 
+def test_gradients_of_gradients(x):
+    with keeping_origins():
+        z = Doubling().moved(x).pow(3)
+    (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 12 * x.detach())
+
+
 def test_a_value_that_was_written_to_is_kept(x):
     move = Doubling()
     with keeping_origins():
