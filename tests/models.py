@@ -152,10 +152,14 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float) -> None:
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float, scale: float = 1e-30
+) -> None:
+    """Equal up to ``tolerance`` relative to the largest entry; ``scale`` is that of the terms of
+    a sum that may cancel."""
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
-    scale = expected.abs().max().clamp(min=1e-30)
-    error = ((actual - expected).abs().max() / scale).item()
+    largest = expected.abs().max().clamp(min=scale)
+    error = ((actual - expected).abs().max() / largest).item()
     assert error <= tolerance, f"{what}: relative error {error:.2e}"
 
 
