@@ -24,21 +24,25 @@ from fxboundary.plan import Plan
 from fxboundary.state import BOUND
 
 LOWERINGS = ("auto", "functional")
+AGGRESSIVE = "aggressive"
 
 
 @dataclass(frozen=True)
 class Options:
     """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far.
 
-    ``simplify``: share, compose and merge ports first.
+    ``simplify``: share, compose and merge ports first; ``"aggressive"`` splits by tokens what
+    ranks do alike, too.
     """
 
     lowering: str = "auto"
-    simplify: bool = True
+    simplify: bool | str = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.simplify, bool):
-            raise FxBoundaryError(f"simplify={self.simplify!r}: write True or False")
+        if not (isinstance(self.simplify, bool) or self.simplify == AGGRESSIVE):
+            raise FxBoundaryError(
+                f'simplify={self.simplify!r}: write True, False or "{AGGRESSIVE}"'
+            )
         if self.lowering not in LOWERINGS:
             hint = near(str(self.lowering), LOWERINGS)
             raise FxBoundaryError(
@@ -82,7 +86,8 @@ class Backend:
                 insert_boundaries(gm, self._plan)
         remove_dead_ports(gm)
         name_ports(gm)
-        changes = simplify_ports(gm) if own.simplify else ()
+        aggressive = own.simplify == AGGRESSIVE
+        changes = simplify_ports(gm, aggressive) if own.simplify else ()
         ports = find_ports(gm)
         self.graphs.append(GraphReport(tuple(ports), render(gm), changes))
         log_prepared(gm, self.graphs[-1].text, changes)

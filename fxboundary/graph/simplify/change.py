@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """``ports`` of a graph became ``port``; an empty one means that nothing was left to do."""
+    """``ports`` of a graph became ``port``; an empty one means that nothing was left to do.
+
+    Of ``sink``, ``port`` is how the work between the ports is split.
+    """
 
     name: str
     ports: tuple[str, ...]

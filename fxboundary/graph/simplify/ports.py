@@ -84,14 +84,20 @@ def new_port(
     gm: GraphModule, x: Node, like: Port, transition: Transition, label: str, name: str, sizes: str
 ) -> Node:
     """A port's node at the graph's insertion point; what it gives has the value of ``like``."""
-    mesh = live_mesh(like.mesh)
-    declared = {int(d): int(n) for d, _, n in (p.partition(":") for p in sizes.split(",") if p)}
-    reduce_dtype = transition.request.reduce_dtype
-    layouts = (transition.src, transition.dst, transition.grad)
-    args = PortOp(mesh, *layouts, label, declared, reduce_dtype, like.backward).args
+    args = port_args(like.mesh, transition, label, sizes, like.backward)
     node = gm.graph.call_function(OP.default, (x, *args))
     node.meta = _named(like.node, name)
     return node
+
+
+def port_args(
+    mesh: str, transition: Transition, label: str, sizes: str = "", backward: str = ""
+) -> tuple[Any, ...]:
+    """The arguments of a port's node, after the tensor."""
+    declared = {int(d): int(n) for d, _, n in (p.partition(":") for p in sizes.split(",") if p)}
+    reduce_dtype = transition.request.reduce_dtype
+    layouts = (transition.src, transition.dst, transition.grad)
+    return PortOp(live_mesh(mesh), *layouts, label, declared, reduce_dtype, backward).args
 
 
 def copied_port(gm: GraphModule, x: Node, like: Port, label: str, name: str) -> Node:
