@@ -19,7 +19,13 @@ from fxboundary.graph.find import graph_modules, node_tensor
 from fxboundary.graph.simplify.change import Change
 from fxboundary.graph.simplify.ports import Spent, spent
 from fxboundary.graph.simplify.regions import Ordered, Region, regions
-from fxboundary.graph.simplify.splitting import Split, apply_split, split_ports, split_values
+from fxboundary.graph.simplify.splitting import (
+    NotSplit,
+    Split,
+    apply_split,
+    split_ports,
+    split_values,
+)
 from fxboundary.logs import LOG
 from fxboundary.transition.transition import Transition
 
@@ -45,7 +51,7 @@ def _split(graph: Ordered, region: Region) -> Change | None:
         split = split_ports(graph, region)
         _check_bytes(region, split)
         values = split_values(region, split)
-    except Exception as error:  # any operator may want more than its part of the tokens
+    except (NotSplit, UnsupportedTransitionError) as error:
         first, over = region.entries[0].name, region.over.name
         LOG.info("the work after %s is not split by tokens over %s: %s", first, over, error)
         return None
@@ -57,7 +63,7 @@ def _split(graph: Ordered, region: Region) -> Change | None:
 def _check_bytes(region: Region, split: Split) -> None:
     before, after = _bytes(region, split)
     if after > before:
-        raise UnsupportedTransitionError(f"{after / before:.3f} times the bytes would be sent")
+        raise NotSplit(f"{after / before:.3f} times the bytes would be sent")
 
 
 def _bytes(region: Region, split: Split) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from torch._subclasses import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxboundary.errors import FxBoundaryError
 from fxboundary.graph.find import PORT, Port, module_path, node_tensor
 from fxboundary.graph.insert.regions import node_value
 from fxboundary.graph.simplify.ports import label_of, port_args
@@ -20,6 +19,10 @@ from fxboundary.graph.simplify.tokenwise import tokens_of
 from fxboundary.ops import OP, port_label
 from fxboundary.placements import partial, replicate, shard
 from fxboundary.transition.transition import Request, Transition, plan
+
+
+class NotSplit(Exception):
+    """Why a region stays as it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,13 +170,12 @@ def split_values(region: Region, split: Split) -> dict[Node | NewPort, torch.Ten
     """The fake values that this rank has once a region is split: of its work and of new ports.
 
     Raises:
-        FxBoundaryError: the graph has no fake values.
-        Exception: whatever an operator raises that cannot take its part of the tokens.
+        NotSplit: the graph has no fake values, or an operator does not take its part of the tokens.
     """
     values: dict[Node | NewPort, Any] = {}
     first = node_value(region.entries[0].node)
     if not isinstance(first, FakeTensor):
-        raise FxBoundaryError("the graph has no fake tensors")
+        raise NotSplit("the graph has no fake tensors")
     with first.fake_mode:
         arriving = {}
         for port in (*split.entries, *split.arriving):
@@ -226,7 +228,10 @@ _KEPT = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "source_fn_sta
 
 
 def _call(node: Node, args: Any, kwargs: Any) -> Any:
+    target: Any = node.target
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+        target = getattr(type(args[0]), target)
+    try:
+        return target(*args, **kwargs)
+    except Exception as error:  # operators raise as they like
+        raise NotSplit(f"{node.name}: {type(error).__name__}: {error}") from error

@@ -41,7 +41,8 @@ def tokens_of(node: Node) -> tuple[Node, ...]:
         return ()
     operands = _operands(node)
     values = [node_tensor(n) for n in operands]
-    same = all(v is not None and _same(v.shape[-2], result.shape[-2]) for v in values)
+    tokens = result.shape[-2]
+    same = all(v is not None and statically_known_true(v.shape[-2] == tokens) for v in values)
     return operands if same else ()
 
 
@@ -78,7 +79,7 @@ def _is_random(node: Node, name: str) -> bool:
     if name not in _RANDOM and not name.endswith("dropout"):
         return False
     given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
-    return given.get("training", True) is not False and given.get("p", 0.5) != 0.0
+    return not (given.get("training", True) is False or given.get("p", 0.5) in (0, 0.0))
 
 
 def _along_last(node: Node, ndim: int) -> bool:
@@ -113,7 +114,3 @@ def _narrows(node: Node) -> bool:
     if weight.op not in ("placeholder", "get_attr"):
         return False
     return bool(statically_known_true(value.shape[0] < value.shape[1]))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or bool(statically_known_true(a == b))
