@@ -28,6 +28,7 @@ _SLOTS = 2
 _LEAST_CAPACITY = 1 << 16  # bytes; also what a mapping starts at a multiple of, on any system
 _SPIN = 50e-6  # seconds: about what sleeping and being woken costs
 _GLANCE = 0.1  # seconds between looks at whether the peers are still there
+_VIEWS = 1024  # made once and kept: making them anew costs as much as the barrier
 _TIMEOUT = 1800.0  # seconds, as torch's own groups have
 
 
@@ -49,6 +50,7 @@ class HostPeerGroup:
         self._pid, self._number, self._capacity = os.getpid(), 0, 0
         self._ring: mmap.mmap | None = None
         self._slots: list[list[torch.Tensor]] = []  # by slot, then rank
+        self._views: dict[tuple[int, int, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         self._processes = select.poll()
         for peer in self._peers:
             self._processes.register(peer.process, select.POLLIN)
@@ -71,25 +73,20 @@ class HostPeerGroup:
             self._fail(f"{x.nbytes} bytes to publish are more than the capacity of {capacity}")
         if capacity > self._capacity or not self._slots:
             self._grow(capacity)
-        slot = self._slots[(self._number + 1) % _SLOTS][self._index]
-        published = _view(slot, x.dtype, x.shape)
+        published = self._view((self._number + 1) % _SLOTS, self._index, x.dtype, x.shape)
         self._arrive(_word(capacity, _PUBLISHES), published, x)
         return published
 
     def peers(
         self, published: torch.Tensor, shapes: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
-        slots, at = self._slots, published.data_ptr()
-        # An empty tensor has no address; it can only be the last one.
-        slot = slots[self._number % _SLOTS]
-        if at and at != slot[self._index].data_ptr():
-            slot = slots[(self._number + 1) % _SLOTS]
-            if at != slot[self._index].data_ptr():
-                raise PeerError("this tensor is not what publish gave, or not one of the last two")
+        slot = self._slot_of(published)
         if shapes is None:
-            return [_view(each, published.dtype, published.shape) for each in slot]
+            shapes = [published.shape] * self.size
+        dtype, ranks = published.dtype, range(self.size)
         return [
-            _view(each, published.dtype, shape) for each, shape in zip(slot, shapes, strict=True)
+            self._view(slot, index, dtype, shape)
+            for index, shape in zip(ranks, shapes, strict=True)
         ]
 
     def barrier(self) -> None:
@@ -107,6 +104,30 @@ class HostPeerGroup:
         if library is None:
             return PythonBarrier(self._headers, self._index, spin)
         return NativeBarrier(library, self._headers, self._index, spin)
+
+    def _slot_of(self, published: torch.Tensor) -> int:
+        """The slot that a tensor is in, the last one first: an empty tensor has no address."""
+        if self._barrier is None:
+            raise PeerError("this rank's peer memory is closed")
+        at = published.data_ptr()
+        for slot in (self._number % _SLOTS, (self._number + 1) % _SLOTS):
+            if not at or at == self._slots[slot][self._index].data_ptr():
+                return slot
+        raise PeerError("this tensor is not one of the last two that publish gave")
+
+    def _view(
+        self, slot: int, index: int, dtype: torch.dtype, shape: Sequence[int]
+    ) -> torch.Tensor:
+        key = (slot, index, dtype, tuple(shape))
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            nbytes = math.prod(shape) * dtype.itemsize
+            with torch.inference_mode(False):
+                view = self._slots[slot][index][:nbytes].view(dtype).view(shape)
+            self._views[key] = view
+        return view
 
     def _grow(self, capacity: int) -> None:
         """Give every rank a ring of larger slots; each has got the same ``capacity``."""
@@ -128,6 +149,7 @@ class HostPeerGroup:
         with torch.inference_mode(False):
             whole = [torch.frombuffer(ring, dtype=torch.uint8) for ring in rings]
         self._slots = [[ring[k * size : (k + 1) * size] for ring in whole] for k in range(_SLOTS)]
+        self._views.clear()
         if self._ring is not None:  # all ranks came here, so have read what is in it
             self._ring.madvise(mmap.MADV_REMOVE)
         self._ring, self._capacity = rings[self._index], size
@@ -195,6 +217,7 @@ class HostPeerGroup:
             self._headers[self._index].state = state
         # What maps memory is dropped, not unmapped: a view that is still held stays readable.
         self._barrier, self._headers, self._slots, self._ring = None, [], [], None
+        self._views.clear()
         for peer in self._peers:
             self._processes.unregister(peer.process)
             peer.close()
@@ -216,8 +239,3 @@ def _told(word: int) -> str:
         f"lacks {_SLOTS * size} bytes of shared memory",
         "waits for its peers",
     )[word % 4]
-
-
-def _view(slot: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    nbytes = math.prod(shape) * dtype.itemsize
-    return slot[:nbytes].view(dtype).view(shape)

@@ -6,7 +6,6 @@ only the same user may, and it ends with the last process that uses it, however 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -59,13 +58,16 @@ class Memory:
         Raises:
             PeerError: the host has not enough.
         """
-        start = self.bytes
+        start, available = self.bytes, _available()
+        # The system does not refuse what it has not: it ends a process to make room.
+        if nbytes > available:
+            raise PeerError(f"no {nbytes} bytes of shared memory: {available} are available")
         try:
             # Allocated now: a host that runs out of memory later would end a writer with SIGBUS.
             os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             raise PeerError(
-                f"no {nbytes} bytes of shared memory: {error.strerror} ({_available()})"
+                f"no {nbytes} bytes of shared memory: {error.strerror} ({available} are available)"
             ) from error
         self.bytes += nbytes
         return start
@@ -79,9 +81,8 @@ class Memory:
         self.fd = -1
 
 
-def _available() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return f"{int(line.split()[1]) * 1024} bytes are available"
-    return "what is available is not known"
+def _available() -> int:
+    """Bytes of memory on this host."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fxboundary.logs import LOG
 from fxboundary.peer.header import Header
 
 _SOURCE = Path(__file__).with_name("barrier.cpp")
@@ -67,7 +68,11 @@ def library() -> ctypes.CDLL | None:
 def _loaded() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError):
+    except subprocess.CalledProcessError as error:
+        LOG.warning("peer memory uses its slower barrier: %s", error.stderr.decode()[-2000:])
+        return None
+    except (OSError, subprocess.SubprocessError) as error:
+        LOG.info("peer memory uses its slower barrier: %s", error)
         return None
     who: tuple[Any, ...] = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint32)
     limits = (ctypes.c_int64, ctypes.c_int64)
