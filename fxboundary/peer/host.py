@@ -69,6 +69,7 @@ class HostPeerGroup:
         return isinstance(self._barrier, NativeBarrier)
 
     def publish(self, x: torch.Tensor, capacity: int) -> torch.Tensor:
+        self._open()
         if x.nbytes > capacity:
             self._fail(f"{x.nbytes} bytes to publish are more than the capacity of {capacity}")
         if capacity > self._capacity or not self._slots:
@@ -107,8 +108,7 @@ class HostPeerGroup:
 
     def _slot_of(self, published: torch.Tensor) -> int:
         """The slot that a tensor is in, the last one first: an empty tensor has no address."""
-        if self._barrier is None:
-            raise PeerError("this rank's peer memory is closed")
+        self._open()
         at = published.data_ptr()
         for slot in (self._number % _SLOTS, (self._number + 1) % _SLOTS):
             if not at or at == self._slots[slot][self._index].data_ptr():
@@ -129,22 +129,29 @@ class HostPeerGroup:
             self._views[key] = view
         return view
 
+    def _open(self) -> Barrier:
+        if self._barrier is None:
+            raise PeerError("this rank's peer memory is closed")
+        return self._barrier
+
     def _grow(self, capacity: int) -> None:
         """Give every rank a ring of larger slots; each has got the same ``capacity``."""
         size = _LEAST_CAPACITY
         while size < capacity:
             size *= 2
-        own, problem = self._peers[self._index].memory, ""
+        own = self._peers[self._index].memory
         start = own.bytes
         try:
             own.extend(_SLOTS * size)
         except PeerError as error:
-            problem = str(error)
+            self._arrive(_word(size, _LACKS))
+            self._fail(str(error))  # no rank has any
         # Here ranks that do not grow, or not alike, are found out.
-        self._arrive(_word(size, _LACKS if problem else _GROWS))
-        if problem:
-            self._fail(problem)
-        rings = [peer.memory.map(start, _SLOTS * size) for peer in self._peers]
+        self._arrive(_word(size, _GROWS))
+        try:
+            rings = [peer.memory.map(start, _SLOTS * size) for peer in self._peers]
+        except OSError as error:
+            self._fail(f"{_SLOTS * size} bytes cannot be mapped: {error.strerror}")
         # Slots made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             whole = [torch.frombuffer(ring, dtype=torch.uint8) for ring in rings]
@@ -157,12 +164,11 @@ class HostPeerGroup:
     def _arrive(
         self, word: int, to: torch.Tensor | None = None, x: torch.Tensor | None = None
     ) -> None:
-        if self._barrier is None:
-            raise PeerError("this rank's peer memory is closed")
+        barrier = self._open()
         self._number = number = (self._number + 1) % 2**32
-        result = self._barrier.arrive(number, word, to, x, _GLANCE)
+        result = barrier.arrive(number, word, to, x, _GLANCE)
         if result != ALL:
-            self._wait(self._barrier, number, result)
+            self._wait(barrier, number, result)
 
     def _wait(self, barrier: Barrier, number: int, result: int) -> None:
         until = time.monotonic() + self._timeout
