@@ -65,6 +65,22 @@ def saves_tensors_elsewhere() -> bool:
     return _saving_hooks(True) is not None
 
 
+def named_group(name: str) -> ProcessGroup:
+    """The process group that functional collectives find by that name.
+
+    Raises:
+        FxBoundaryError: there is none in this process.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    resolve: Any = _need(c10d, "_resolve_process_group")
+    try:
+        group: ProcessGroup = resolve(name)
+    except RuntimeError as error:
+        raise FxBoundaryError(f"no process group {name!r} in this process") from error
+    return group
+
+
 class GroupCalls:
     """Collectives of one process group through its own methods.
 

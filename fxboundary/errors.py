@@ -40,3 +40,14 @@ class UnsupportedTransitionError(FxBoundaryError, NotImplementedError):
 
 class RankMismatchError(FxBoundaryError, RuntimeError):
     """Ranks that disagree, or a rank that is not where the plan needs it."""
+
+
+class PeerError(FxBoundaryError, RuntimeError):
+    """Peer memory that cannot be set up, or a rank that no longer takes part.
+
+    ``rank`` (in the whole job) and ``pid`` name the rank at fault, where it is one.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.pid = rank, pid
