@@ -23,13 +23,15 @@ from fxboundary.placements import near
 from fxboundary.plan import Plan
 from fxboundary.state import BOUND
 
-LOWERINGS = ("auto", "functional")
+LOWERINGS = ("auto", "functional", "peer")
 AGGRESSIVE = "aggressive"
 
 
 @dataclass(frozen=True)
 class Options:
-    """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far.
+    """``lowering``: what programs become. ``functional``: torch's functional collectives;
+    ``peer``: reads of the peers' memory, fused with their neighbours, between processes of one
+    host. ``auto`` is ``functional`` so far.
 
     ``simplify``: share, compose and merge ports first; ``"aggressive"`` splits by tokens what
     ranks do alike, too.
@@ -93,7 +95,8 @@ class Backend:
         log_prepared(gm, self.graphs[-1].text, changes)
         if not ports:
             _say_no_ports()
-        return _inductor(gm, example_inputs, ports, {**_mode_options(mode), **inductor})
+        patches = {**_mode_options(mode), **inductor}
+        return _inductor(gm, example_inputs, ports, patches, own.lowering)
 
 
 def backend(plan: Plan | None = None, **options: Any) -> Backend:
@@ -144,7 +147,11 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], ports: Sequence[Port], patches: dict[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    ports: Sequence[Port],
+    patches: dict[str, Any],
+    lowering: str,
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -159,6 +166,10 @@ def _inductor(
     noted = NoteEqualCollectives(marks)
     verify = VerifyPorts(expected_collectives(ports), noted, users("post_grad_custom_pre_pass"))
     patches |= {"joint_custom_post_pass": noted, "post_grad_custom_pre_pass": verify}
+    if lowering == "peer":
+        from fxboundary.peer.backend import LowerToPeers
+
+        patches["post_grad_custom_post_pass"] = LowerToPeers(users("post_grad_custom_post_pass"))
     return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
 
 

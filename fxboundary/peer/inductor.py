@@ -60,6 +60,7 @@ def _keep_order(operations: list[ir.Operation]) -> None:
 for _op, _ordered in (
     (OPS.publish.default, True),
     (OPS.peers.default, False),
+    (OPS.parts.default, False),
     (OPS.release.default, True),
 ):
     register_lowering(_op, type_promotion_kind=None)(_lower(_op, _ordered))

@@ -7,6 +7,8 @@ A graph reads peers so, and in this order::
     total = theirs[0] + theirs[1]
     release([total], theirs, group)
 
+``parts`` gives what of each rank's tensor is this rank's, which one it is being told to no graph.
+``publish`` with a capacity of 0 takes as much as ``x`` has, where that is the same on all ranks.
 ``release`` does nothing when it runs; it says where reading has ended. Everything that is
 computed from ``theirs`` and used afterwards is passed to it. The next ``publish`` comes after it.
 
@@ -27,6 +29,7 @@ _LIB = torch.library.Library("fxboundary_peer", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _LIB.define("publish(Tensor x, str group, SymInt capacity) -> Tensor", tags=_TAGS)
 _LIB.define("peers(Tensor published, str group, int n, SymInt[] sizes) -> Tensor[]", tags=_TAGS)
+_LIB.define("parts(Tensor published, str group, int n, int dim) -> Tensor[]", tags=_TAGS)
 _LIB.define("release(Tensor[] read, Tensor[] peers, str group) -> ()", tags=_TAGS)
 
 
@@ -37,11 +40,17 @@ def _shapes(like: torch.Tensor, n: int, sizes: Sequence[int]) -> list[Sequence[i
 
 
 def _publish(x: torch.Tensor, group: str, capacity: int) -> torch.Tensor:
-    return peer_group(group).publish(x, capacity)
+    return peer_group(group).publish(x, capacity or x.nbytes)
 
 
 def _peers(published: torch.Tensor, group: str, n: int, sizes: Sequence[int]) -> list[torch.Tensor]:
     return peer_group(group).peers(published, _shapes(published, n, sizes))
+
+
+def _parts(published: torch.Tensor, group: str, n: int, dim: int) -> list[torch.Tensor]:
+    """This rank's part of what each rank published: one of ``n`` equal ones along ``dim``."""
+    peers, length = peer_group(group), published.shape[dim] // n
+    return [peer.narrow(dim, peers.rank * length, length) for peer in peers.peers(published)]
 
 
 def _release(read: Sequence[torch.Tensor], peers: Sequence[torch.Tensor], group: str) -> None:
@@ -59,9 +68,15 @@ def _peers_meta(
     return [published.new_empty(shape) for shape in shapes]
 
 
+def _parts_meta(published: torch.Tensor, group: str, n: int, dim: int) -> list[torch.Tensor]:
+    part = published.narrow(dim, 0, published.shape[dim] // n)
+    return [published.new_empty_strided(part.shape, part.stride()) for _ in range(n)]
+
+
 for _name, _cpu, _meta in (
     ("publish", _publish, _publish_meta),
     ("peers", _peers, _peers_meta),
+    ("parts", _parts, _parts_meta),
     ("release", _release, _release),
 ):
     _LIB.impl(_name, _cpu, "CPU")
