@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,14 @@ from fxboundary.state import BOUND
 
 LOWERINGS = ("auto", "functional")
 AGGRESSIVE = "aggressive"
+# Options of Inductor that bring collectives into an order of their own, or put several into one.
+_SCHEDULES = (
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+    "reorder_for_compute_comm_overlap",
+    "bucket_all_gathers_fx",
+    "bucket_reduce_scatters_fx",
+    "bucket_all_reduces_fx",
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +41,20 @@ class Options:
     """``lowering``: how programs become collectives. ``auto`` is ``functional`` so far.
 
     ``simplify``: share, compose and merge ports first; ``"aggressive"`` splits by tokens what
-    ranks do alike, too.
+    ranks do alike, too. ``overlap``: issue collectives early and wait for them late.
     """
 
     lowering: str = "auto"
     simplify: bool | str = True
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.simplify, bool) or self.simplify == AGGRESSIVE):
             raise FxBoundaryError(
                 f'simplify={self.simplify!r}: write True, False or "{AGGRESSIVE}"'
             )
+        if not isinstance(self.overlap, bool):
+            raise FxBoundaryError(f"overlap={self.overlap!r}: write True or False")
         if self.lowering not in LOWERINGS:
             hint = near(str(self.lowering), LOWERINGS)
             raise FxBoundaryError(
@@ -93,7 +105,8 @@ class Backend:
         log_prepared(gm, self.graphs[-1].text, changes)
         if not ports:
             _say_no_ports()
-        return _inductor(gm, example_inputs, ports, {**_mode_options(mode), **inductor})
+        patches = {**_mode_options(mode), **inductor}
+        return _inductor(gm, example_inputs, ports, patches, own.overlap)
 
 
 def backend(plan: Plan | None = None, **options: Any) -> Backend:
@@ -144,22 +157,34 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], ports: Sequence[Port], patches: dict[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    ports: Sequence[Port],
+    patches: dict[str, Any],
+    overlap: bool,
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    from fxboundary.graph.overlap import OverlapCollectives
     from fxboundary.graph.partition import MarkForBackward, declared_backward
     from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, expected_collectives
 
     def users(name: str) -> Any:
-        return patches.get(name, getattr(config, name))
+        return patches[name] if name in patches else attrgetter(name)(config)
 
     marks = MarkForBackward(declared_backward(ports), users("joint_custom_post_pass"))
     noted = NoteEqualCollectives(marks)
     verify = VerifyPorts(expected_collectives(ports), noted, users("post_grad_custom_pre_pass"))
     patches |= {"joint_custom_post_pass": noted, "post_grad_custom_pre_pass": verify}
+    if overlap and not any(_enabled(users(name)) for name in _SCHEDULES):
+        name = "post_grad_custom_post_pass"
+        patches[name] = OverlapCollectives(users(name))
     return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+
+
+def _enabled(option: Any) -> bool:
+    return bool(option) and option != "none"
 
 
 def _is_split(gm: GraphModule) -> bool:
