@@ -6,11 +6,12 @@ registry).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import Graph, Node
 
 from fxboundary.errors import FxBoundaryError
 
@@ -144,3 +145,14 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     if trace is not None:
         metadata = {"name": name, "encoding": "string"}
         trace("artifact", metadata_fn=lambda: metadata, payload_fn=text)
+
+
+def keep_order(graph: Graph, after: Mapping[Node, Sequence[Node]]) -> None:
+    """Make Inductor run nodes of a post-grad graph after others that they do not depend on.
+
+    Its scheduler sorts anew, by memory, what nothing ties.
+    """
+    from torch._inductor.fx_passes import control_dependencies
+
+    preserve = _need(control_dependencies, "preserve_node_ordering")
+    preserve(graph, {node: dict.fromkeys(others) for node, others in after.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,14 @@ from fxboundary.state import BOUND
 
 LOWERINGS = ("auto", "functional", "peer")
 AGGRESSIVE = "aggressive"
+# Options of Inductor that bring collectives into an order of their own, or put several into one.
+_SCHEDULES = (
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+    "reorder_for_compute_comm_overlap",
+    "bucket_all_gathers_fx",
+    "bucket_reduce_scatters_fx",
+    "bucket_all_reduces_fx",
+)
 
 
 @dataclass(frozen=True)
@@ -34,17 +43,20 @@ class Options:
     host. ``auto`` is ``functional`` so far.
 
     ``simplify``: share, compose and merge ports first; ``"aggressive"`` splits by tokens what
-    ranks do alike, too.
+    ranks do alike, too. ``overlap``: issue collectives early and wait for them late.
     """
 
     lowering: str = "auto"
     simplify: bool | str = True
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.simplify, bool) or self.simplify == AGGRESSIVE):
             raise FxBoundaryError(
                 f'simplify={self.simplify!r}: write True, False or "{AGGRESSIVE}"'
             )
+        if not isinstance(self.overlap, bool):
+            raise FxBoundaryError(f"overlap={self.overlap!r}: write True or False")
         if self.lowering not in LOWERINGS:
             hint = near(str(self.lowering), LOWERINGS)
             raise FxBoundaryError(
@@ -96,7 +108,7 @@ class Backend:
         if not ports:
             _say_no_ports()
         patches = {**_mode_options(mode), **inductor}
-        return _inductor(gm, example_inputs, ports, patches, own.lowering)
+        return _inductor(gm, example_inputs, ports, patches, own)
 
 
 def backend(plan: Plan | None = None, **options: Any) -> Backend:
@@ -151,26 +163,34 @@ def _inductor(
     example_inputs: Sequence[Any],
     ports: Sequence[Port],
     patches: dict[str, Any],
-    lowering: str,
+    own: Options,
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    from fxboundary.graph.overlap import OverlapCollectives
     from fxboundary.graph.partition import MarkForBackward, declared_backward
     from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, expected_collectives
 
     def users(name: str) -> Any:
-        return patches.get(name, getattr(config, name))
+        return patches[name] if name in patches else attrgetter(name)(config)
 
     marks = MarkForBackward(declared_backward(ports), users("joint_custom_post_pass"))
     noted = NoteEqualCollectives(marks)
     verify = VerifyPorts(expected_collectives(ports), noted, users("post_grad_custom_pre_pass"))
     patches |= {"joint_custom_post_pass": noted, "post_grad_custom_pre_pass": verify}
-    if lowering == "peer":
+    last = "post_grad_custom_post_pass"
+    if own.lowering == "peer":
         from fxboundary.peer.backend import LowerToPeers
 
-        patches["post_grad_custom_post_pass"] = LowerToPeers(users("post_grad_custom_post_pass"))
+        patches[last] = LowerToPeers(users(last))
+    elif own.overlap and not any(_enabled(users(name)) for name in _SCHEDULES):
+        patches[last] = OverlapCollectives(users(last))
     return cast("Callable[..., Any]", compile_fx(gm, list(example_inputs), config_patches=patches))
+
+
+def _enabled(option: Any) -> bool:
+    return bool(option) and option != "none"
 
 
 def _is_split(gm: GraphModule) -> bool:

@@ -422,7 +422,8 @@ def test_a_lost_collective_is_an_error_that_names_its_port(fake_world):
         ),
         (
             {"lowring": "auto"},
-            r"option 'lowring': unknown to fxboundary \(lowering, simplify\) and to Inductor",
+            r"option 'lowring': unknown to fxboundary "
+            r"\(lowering, simplify, overlap\) and to Inductor",
         ),
     ],
 )

@@ -20,6 +20,9 @@ from fxboundary.errors import FxBoundaryError
 from fxboundary.graph.collectives import find_collectives, is_collective, port_of
 from fxboundary.graph.find import Port, graph_modules
 
+# Inductor runs its passes on the body of a loop alone too, where most ports are missing.
+_NESTED = "fxboundary_nested"
+
 
 def expected_collectives(ports: Iterable[Port]) -> dict[str, int]:
     """How many collectives each port launches forward, by full name."""
@@ -68,6 +71,8 @@ class NoteEqualCollectives(ChainedPass):
 
     def look(self, graph: Graph, gm: GraphModule) -> None:
         for module in graph_modules(gm):
+            if module is not gm:
+                module.meta[_NESTED] = True
             values, seen = number_values(module.graph), set()
             for node in module.graph.nodes:
                 if is_collective(node):
@@ -85,16 +90,23 @@ class VerifyPorts(ChainedPass):
         self._expected, self._noted = expected, noted
 
     def look(self, graph: Graph, gm: GraphModule) -> None:
-        if _is_backward(graph):
+        if _is_backward(graph) or _NESTED in gm.meta:
             return
         found = Counter(c.port for c in find_collectives(gm))
         found.update(self._noted.repeated)
-        lost = [name for name, count in self._expected.items() if found[name] < count]
-        if lost:
+        lost = {name: count - found[name] for name, count in self._expected.items()}
+        lost = {name: count for name, count in lost.items() if count > 0}
+        # scan traces its body anew, to differentiate it, and drops the names there.
+        if sum(lost.values()) > _unnamed_in_bodies(gm):
             raise FxBoundaryError(
                 f"the collectives of {', '.join(lost)} are not in the compiled graph: a pass "
                 f"that ran before lost them (a custom joint or pre-grad pass?)"
             )
+
+
+def _unnamed_in_bodies(gm: GraphModule) -> int:
+    nodes = (n for module in graph_modules(gm) if module is not gm for n in module.graph.nodes)
+    return sum(is_collective(node) and not port_of(node) for node in nodes)
 
 
 def number_values(graph: Graph) -> dict[Node, int]:

@@ -30,7 +30,7 @@ def _move_casts(gm: GraphModule) -> list[Change]:
     changes = []
     for cast in list(gm.graph.nodes):
         source = cast.args[0] if cast.args else None
-        if not isinstance(source, Node) or not _is_cast(cast, source):
+        if not isinstance(source, Node) or not is_cast(cast, source):
             continue
         before, after = _itemsize(source), _itemsize(cast)
         if after < before and is_port(source) and len(source.users) == 1:
@@ -40,7 +40,7 @@ def _move_casts(gm: GraphModule) -> list[Change]:
     return changes
 
 
-def _is_cast(node: Node, source: Node) -> bool:
+def is_cast(node: Node, source: Node) -> bool:
     """A change between floating-point dtypes, and of nothing else."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     x, y = node_tensor(source), node_tensor(node)

@@ -13,12 +13,14 @@ from fxboundary.graph.prepare import name_ports, remove_dead_ports
 from fxboundary.graph.simplify.casts import move_casts
 from fxboundary.graph.simplify.change import Change
 from fxboundary.graph.simplify.compose import compose
+from fxboundary.graph.simplify.hoist import hoist
 from fxboundary.graph.simplify.merge import merge
 from fxboundary.graph.simplify.share import share
 from fxboundary.graph.simplify.sink import sink
 
-# Casts first: they part ports that could be composed. Then what leaves fewer ports to the next.
-PASSES = (move_casts, compose, share, merge)
+# Casts first: they part ports that could be composed. Then out of loops, beside their equals, and
+# last what leaves fewer ports to the next.
+PASSES = (move_casts, hoist, compose, share, merge)
 
 
 @dataclass(frozen=True)
