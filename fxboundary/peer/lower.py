@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -39,6 +40,14 @@ _STARTS = frozenset(
         _C10D.all_gather_into_tensor.default,
         _C10D.reduce_scatter_tensor.default,
         _C10D.all_to_all_single.default,
+    )
+)
+_FUSED = frozenset(
+    getattr(_ATEN, name)
+    for name in (
+        *("mean", "sum", "amax", "amin", "var", "any", "all", "prod"),
+        *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "alias"),
+        *("squeeze", "unsqueeze", "slice", "select"),
     )
 )
 _SPLITS = frozenset((_ATEN.split.Tensor, _ATEN.split_with_sizes.default))
@@ -74,8 +83,9 @@ def lower_to_peers(graph: Graph) -> list[str]:
     """
     import fxboundary.peer.inductor  # noqa: F401  (registers the lowerings)
 
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    starts = [node for node in order if node.target in _STARTS and port_of(node)]
+    nodes = list(graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    starts = [node for node in nodes if node.target in _STARTS and port_of(node)]
     ends = [*(order[start] for start in starts[1:]), len(order)]
     stay = []
     for start, end in zip(starts, ends, strict=True):
@@ -84,7 +94,7 @@ def lower_to_peers(graph: Graph) -> list[str]:
         except NotLowered as reason:
             stay.append(f"{port_of(start)}: {reason}")
         else:
-            _replace(graph, collective, order, end)
+            _replace(graph, collective, nodes, order, end)
     return stay
 
 
@@ -176,7 +186,9 @@ def _dim_of(node: Node, at: int) -> int:
     return int(dim % first.meta["val"].dim())
 
 
-def _replace(graph: Graph, c: Collective, order: dict[Node, int], end: int) -> None:
+def _replace(
+    graph: Graph, c: Collective, nodes: list[Node], order: dict[Node, int], end: int
+) -> None:
     """Publish, read and release where a collective started; ``end`` is where the next one does."""
     new = _Emitter(graph, c.start)
     mine = new(OPS.publish.default, c.x, c.group, 0)
@@ -190,9 +202,9 @@ def _replace(graph: Graph, c: Collective, order: dict[Node, int], end: int) -> N
     else:
         read = _reduced(new, theirs, c.op)
     c.result.replace_all_uses_with(read)
-    last = _last_pointwise(read, order, end)
-    with graph.inserting_after(last):
-        release = graph.call_function(OPS.release.default, ([last], theirs, c.group))
+    written = _readers(read, nodes, order, end)
+    with graph.inserting_after(written[-1]):
+        release = graph.call_function(OPS.release.default, (written, theirs, c.group))
     release.meta = {**_kept(c.start), "val": None}
     _erase(graph, c.result)
 
@@ -213,25 +225,31 @@ def _reduced(new: _Emitter, parts: Sequence[Node], op: str) -> Node:
     return total
 
 
-def _last_pointwise(read: Node, order: dict[Node, int], end: int) -> Node:
-    """The value that stands for what was read: it is written once, in the kernel that reads.
+def _readers(read: Node, nodes: list[Node], order: dict[Node, int], end: int) -> list[Node]:
+    """The values that stand for what was read, in order: all else is computed from these.
 
-    Pointwise work that alone uses it goes into that kernel, as long as it comes before this rank
+    Inductor may compute what follows from ``read`` in the kernels that read the peers. So that is
+    written out which is used after the first operator that it does not fuse, or after this rank
     publishes again.
     """
-    last = read
-    while len(last.users) == 1:
-        (user,) = last.users
-        if order.get(user, end) >= end or not _is_pointwise(user, last):
-            break
-        last = user
-    return last
+    inside = {read}
+    ahead = [order[user] for user in read.users]
+    heapify(ahead)
+    while ahead and ahead[0] < end and _is_fused(nodes[ahead[0]]):
+        node = nodes[heappop(ahead)]
+        if node not in inside:
+            inside.add(node)
+            for user in node.users:
+                heappush(ahead, order[user])
+    written = [node for node in inside if not node.users or not inside.issuperset(node.users)]
+    return sorted(written, key=lambda node: order.get(node, -1))
 
 
-def _is_pointwise(user: Node, node: Node) -> bool:
-    if torch.Tag.pointwise not in getattr(user.target, "tags", ()):
-        return False
-    return bool(statically_known_true(user.meta["val"].numel() == node.meta["val"].numel()))
+def _is_fused(node: Node) -> bool:
+    """Whether Inductor may compute an operator in the kernel that makes its input."""
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
+    return getattr(node.target, "overloadpacket", None) in _FUSED
 
 
 class _Emitter:
