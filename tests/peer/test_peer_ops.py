@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from fxboundary.peer import close_all
+from fxboundary.peer import close_all, peer_group
 from fxboundary.peer.ops import OPS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.compiled]
@@ -115,6 +115,12 @@ def _independent(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor) -> torch.
     return sum((way @ w for way in reversed(ways)), ways[0] * norm)
 
 
+def _late_use(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Pointwise alone, with all uses at the end: what Inductor would rather compute there."""
+    ways = [_all_reduce(x * (i + 1) + i) for i in range(4)]
+    return ways[0] * norm + ways[1].sin() - ways[2] + ways[3].cos()
+
+
 def _unread(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """Rank 0 alone reads what all publish; written with the operators, ahead of autograd."""
     for _ in range(2):
@@ -144,7 +150,9 @@ def _scratch(x: torch.Tensor, w: torch.Tensor, norm: torch.Tensor) -> torch.Tens
     return x
 
 
-FUNCTIONS = {fn.__name__: fn for fn in (_blocks, _used_twice, _independent, _unread, _scratch)}
+FUNCTIONS = {
+    fn.__name__: fn for fn in (_blocks, _used_twice, _independent, _late_use, _unread, _scratch)
+}
 
 
 REFERENCES = {"_unread": _unread_with_gloo}
@@ -158,6 +166,18 @@ def _inputs(step: int) -> tuple[torch.Tensor, ...]:
     return x, torch.randn(WIDTH, WIDTH, generator=generator) / 4, torch.ones(WIDTH)
 
 
+def _delay_reading(late: Delays) -> None:
+    """Ranks that are late between the barrier and what they read."""
+    memory = peer_group(_name())
+    peers = memory.peers
+
+    def late_peers(*args: Any) -> list[torch.Tensor]:
+        late()
+        return peers(*args)
+
+    memory.peers = late_peers  # type: ignore[method-assign]
+
+
 def _right(name: str, cpp: bool, steps: int, **config: Any) -> None:
     """Every step's result is gloo's, whichever rank is late."""
     os.environ["FXBOUNDARY_PEER_CPP"] = str(int(cpp))
@@ -168,6 +188,7 @@ def _right(name: str, cpp: bool, steps: int, **config: Any) -> None:
         reference = REFERENCES.get(name, fn)
         expected = [reference(*_inputs(step)) for step in range(PERIOD)]
         run, lower = _compiled(fn, **config)
+        _delay_reading(late)
         wrong = []
         for step in range(steps):
             late()
