@@ -86,9 +86,9 @@ def lower_to_peers(graph: Graph) -> list[str]:
     nodes = list(graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     starts = [node for node in nodes if node.target in _STARTS and port_of(node)]
-    ends = [*(order[start] for start in starts[1:]), len(order)]
+    ends = [order[start] for start in starts[1:]] + [len(order)]
     stay = []
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in zip(starts, ends, strict=False):
         try:
             collective = read_collective(start)
         except NotLowered as reason:

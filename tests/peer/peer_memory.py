@@ -50,8 +50,8 @@ def held() -> tuple[int, int, int]:
     """Open files of peer memory, its mappings, and its names on this host."""
     gc.collect()  # an exception and its frames, which hold views, refer to each other
     links = [link for link in map(_link, os.listdir("/proc/self/fd")) if link]
-    files = sum("fxboundary-peer" in link or "pidfd" in link for link in links)
-    maps = Path("/proc/self/maps").read_text().count("fxboundary-peer")
+    files = sum("memfd:fxboundary-peer" in link or "pidfd" in link for link in links)
+    maps = Path("/proc/self/maps").read_text().count("memfd:fxboundary-peer")
     return files, maps, sum("fxboundary" in name for name in os.listdir("/dev/shm"))
 
 
