@@ -27,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxboundary as fb
+from fxboundary.graph.overlap import OverlapCollectives
 from fxboundary.graph.verify import NoteEqualCollectives, VerifyPorts, source_identity
+from fxboundary.peer.backend import LowerToPeers
 from fxboundary.placements import local_shape_and_offset, parse_layout
 
 BLOCK = ["norm:param.weight", "mlp:in.x", "mlp.down:param.bias", "mlp:out"]
@@ -355,6 +357,10 @@ def test_source_identity_is_part_of_the_cache_key():
     assert source_identity() in VerifyPorts({}, noted).uuid()
     assert source_identity() in noted.uuid()
     assert VerifyPorts({}, noted, users=lambda graph: None).uuid() is None
+
+
+def test_passes_do_not_take_each_others_place_in_the_cache():
+    assert LowerToPeers().uuid() != OverlapCollectives().uuid()
 
 
 class Projections(nn.Module):

@@ -36,8 +36,8 @@ def expected_collectives(ports: Iterable[Port]) -> dict[str, int]:
 class ChainedPass(CustomGraphPass):
     """A pass of ours, after those that the user has installed in its place.
 
-    Its ``uuid`` puts this package's sources into the key of torch's compile caches: the body of
-    the composite operator is not part of that key.
+    Its ``uuid`` puts its name and this package's sources into the key of torch's compile caches:
+    the body of the composite operator is not part of that key.
     """
 
     def __init__(self, users: Any = None) -> None:
@@ -55,7 +55,7 @@ class ChainedPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         users = [user.uuid() if hasattr(user, "uuid") else None for user in self._users]
-        return None if None in users else (source_identity(), *users)
+        return None if None in users else (type(self).__name__, source_identity(), *users)
 
 
 class NoteEqualCollectives(ChainedPass):

@@ -49,7 +49,8 @@ class HostPeerGroup:
         self._barrier: Barrier | None = self._make_barrier(meeting.native)
         self._pid, self._number, self._capacity = os.getpid(), 0, 0
         self._ring: mmap.mmap | None = None
-        self._slots: list[list[torch.Tensor]] = []  # by slot, then rank
+        # By slot, then rank; the last one is this rank's, to write.
+        self._slots: list[list[torch.Tensor]] = []
         self._views: dict[tuple[int, int, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         self._processes = select.poll()
         for peer in self._peers:
@@ -74,7 +75,7 @@ class HostPeerGroup:
             self._fail(f"{x.nbytes} bytes to publish are more than the capacity of {capacity}")
         if capacity > self._capacity or not self._slots:
             self._grow(capacity)
-        published = self._view((self._number + 1) % _SLOTS, self._index, x.dtype, x.shape)
+        published = self._view((self._number + 1) % _SLOTS, self.size, x.dtype, x.shape)
         self._arrive(_word(capacity, _PUBLISHES), published, x)
         return published
 
@@ -153,8 +154,10 @@ class HostPeerGroup:
         except OSError as error:
             self._fail(f"{_SLOTS * size} bytes cannot be mapped: {error.strerror}")
         # Slots made in inference mode could not be written outside of it.
+        # An operator must not return what it was given: what is read here is no view, for torch,
+        # of what was published here.
         with torch.inference_mode(False):
-            whole = [torch.frombuffer(ring, dtype=torch.uint8) for ring in rings]
+            whole = [torch.frombuffer(r, dtype=torch.uint8) for r in (*rings, rings[self._index])]
         self._slots = [[ring[k * size : (k + 1) * size] for ring in whole] for k in range(_SLOTS)]
         self._views.clear()
         if self._ring is not None:  # all ranks came here, so have read what is in it
